@@ -364,3 +364,18 @@ def _named(
 def _interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
     halves = rows.reshape(num_heads, 2, len(rows) // num_heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_pieces(path: Path, words: list[str]) -> Path:
+    """Write a file with SentencePiece's words alone, without a model."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", *words])
+    writer.add_token_scores([-float(each) for each in range(len(words) + 1)])
+    writer.add_token_types([2, *[1] * len(words)])
+    writer.add_unk_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

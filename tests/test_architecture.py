@@ -28,7 +28,12 @@ DOORS = {
     "torch": ("engine/worker/",),
     "triton": ("engine/worker/model/",),
     "flash_attn": ("engine/worker/model/library_attention.py",),
-    "tokenizers": ("engine/text/tokenizer.py", "engine/text/gguf_tokenizer.py"),
+    "tokenizers": (
+        "engine/text/tokenizer.py",
+        "engine/text/tokenizer_parts.py",
+        "engine/text/gguf_tokenizer.py",
+        "engine/text/folder_tokenizer.py",
+    ),
     "jinja2": ("engine/text/jinja_templates.py",),
     "llguidance": ("engine/text/grammar.py", "engine/text/grammar_matcher.py"),
     "msgspec": ("engine/", "appliance/", "tui/feed.py"),

@@ -28,6 +28,7 @@ from engine.checkpoint.weights_layout import panels_layout
 from engine.errors import CheckpointError
 from engine.kernels.cpu import has_kernels
 from engine.text.read_models import read_tokenizer
+from engine.text.tokenizer_fit import misfits
 
 SUMS_FILE = "SHA256SUMS"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -78,16 +79,16 @@ def describe(found: FoundModel) -> dict[str, Any]:
     return {**_place(found), **about, "problem": None}
 
 
-def detail(found: FoundModel) -> tuple[dict[str, Any], fits.MemoryNeed]:
-    """Describe a folder for `models show`, and estimate the memory to serve it.
+def detail(found: FoundModel) -> tuple[dict[str, Any], fits.MemoryNeed, list[str]]:
+    """Describe a folder for `models show`; estimate the memory to serve it; say what does not fit.
 
     Raises:
         CheckpointError: it cannot be served.
     """
     checkpoint = read_any_model(found.folder)
     if isinstance(checkpoint, TextModelConfig):
-        about, need = text_model_folders.detail(checkpoint)
-        return {**_place(found), **about}, need
+        about, need, unfit = text_model_folders.detail(checkpoint)
+        return {**_place(found), **about}, need, unfit
     config = checkpoint.config
     tokenizer = read_tokenizer(found.folder)
     about = {
@@ -102,14 +103,14 @@ def detail(found: FoundModel) -> tuple[dict[str, Any], fits.MemoryNeed]:
         "tokenizer_vocabulary": tokenizer.vocab_size,
         **fits.of_a_token(fits.need_of(_as_stored(checkpoint))),
         "chat_template": tokenizer.chat_template is not None,
-        "read_from": sources(found.folder, checkpoint),
+        "read_from": sources(found.folder, checkpoint, tokenizer),
         "end_tokens": {
             place: " ".join(f"{one} {tokenizer.token(one) or ''}".strip() for one in ids)
             for place, ids in config.end_sources.items()
         },
         "tools": not output_format_of(tokenizer).has_preamble,
     }
-    return about, _need_of(checkpoint)
+    return about, _need_of(checkpoint), misfits(tokenizer, config.vocab_size, config.unknown_ends)
 
 
 def _need_of(checkpoint: Checkpoint) -> fits.MemoryNeed:

@@ -5,6 +5,7 @@ Invariant: it names what the engine reads, by the engine's own readers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,20 @@ from engine.checkpoint.chat_files import (
 from engine.checkpoint.checkpoint import Checkpoint, weight_files
 from engine.checkpoint.gguf import GgufModel, find_gguf, models_in
 from engine.checkpoint.token_files import ADDED_FILE, SPECIAL_FILES, read_token_files
+from engine.errors import CheckpointError
+from engine.text.read_models import read_tokenizer
+from engine.text.tokenizer import Tokenizer
 
 _SAMPLING = "generation_config.json"
 _OPTIONAL = tuple(dict.fromkeys((_SAMPLING, *SPECIAL_FILES, ADDED_FILE, *TEMPLATE_FILES)))
 _ALL_IN_ONE = ("config", "weights", "tokenizer", "special_tokens", "sampling")
 
 
-def sources(folder: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+def sources(folder: Path, checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
     """List the sources of a model's parts, and under `not_used` what another file says.
+
+    Args:
+        tokenizer: the one that is used.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -40,12 +47,13 @@ def sources(folder: Path, checkpoint: Checkpoint) -> dict[str, Any]:
     template = read_chat_template(folder)
     tokens = read_token_files(folder)
     listing, files = weight_files(folder)
+    source = () if tokens.source is None else tokens.source.files
     beside = [name for name, texts in tokens.named.items() if texts] + list(tokens.listed)
     named = {
         "config": "config.json",
         "weights": files[0].name if len(files) == 1 else f"{len(files)} files of {listing.name}",
-        "tokenizer": "tokenizer.json",
-        "special_tokens": ", ".join(dict.fromkeys(["tokenizer.json", *beside])),
+        "tokenizer": ", ".join(source),
+        "special_tokens": ", ".join(dict.fromkeys([*source[:1], *beside])),
         "sampling": _SAMPLING if _has_words(folder / _SAMPLING) else "the usual",
     }
     unread = [path.name for path in models_in(folder)]
@@ -55,7 +63,22 @@ def sources(folder: Path, checkpoint: Checkpoint) -> dict[str, Any]:
     there = [name for name in _OPTIONAL if (folder / name).exists()]
     unread += [f"{name}, which is empty" for name in there if not _has_words(folder / name)]
     unread += _unknown_ends(checkpoint) + tokens.differing()
+    if tokens.source is not None:
+        unread += [_compared(folder, name, tokenizer.ids()) for name in tokens.source.others]
     return _page(named, None if template is None else template.place, unread)
+
+
+def _compared(folder: Path, name: str, used: Mapping[str, int]) -> str:
+    """Compare the tokenizer of a file that is not used with the one that is."""
+    try:
+        ids = read_tokenizer(folder, has_chats=False, source=name).ids()
+    except CheckpointError as error:
+        return f"{name}, which cannot be read: {error.what}"
+    others = [text for text, token_id in ids.items() if used.get(text) != token_id]
+    if not others:
+        return f"{name}, with the same ids"
+    text = min(others, key=lambda each: ids[each])
+    return f"{name}, with other ids for {len(others)} of {len(ids)} tokens: {text!r} is {ids[text]}"
 
 
 def _unknown_ends(checkpoint: Checkpoint) -> list[str]:

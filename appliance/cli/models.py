@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 # model_folders imports engine.checkpoint.checkpoint, which costs 20 ms: imported in the verbs.
 
-LEAST_VOCABULARY = 0.5
-
 Dirs = Annotated[
     list[Path] | None, typer.Option("--dir", help="Look for models here, too. May be repeated.")
 ]
@@ -185,14 +183,10 @@ def show_model(
             raise
         _show(hub_models.on_hub(asked, where), output)
         return
-    about, need = model_folders.detail(found)
+    about, need, unfit = model_folders.detail(found)
     about |= {"kv_bytes_of_a_request": fits.kv_rows(need), "fits": fits.rows(need, where)}
-    known, wanted = about["tokenizer_vocabulary"], about["vocabulary"]
-    if known < wanted * LEAST_VOCABULARY:  # it is padded to a multiple of something, never so far
-        terminal.note(
-            f"penstock: the tokenizer has {known} of the model's {wanted} tokens;"
-            " is it this model's?"
-        )
+    for sentence in unfit:
+        terminal.note(f"penstock: {printable(sentence)}")
     _show(about, output)
 
 

@@ -14,6 +14,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.text_model import TextModelConfig
 from engine.errors import CheckpointError
 from engine.text.read_models import find_text_model, read_checkpoint, read_tokenizer
+from engine.text.tokenizer_fit import misfits
 
 MODULES = "modules.json"
 """What only models of vectors have; some of them are chat models by their configuration."""
@@ -50,8 +51,8 @@ def basics(config: TextModelConfig) -> dict[str, Any]:
     }
 
 
-def detail(config: TextModelConfig) -> tuple[dict[str, Any], MemoryNeed]:
-    """Describe it for `models show`, and estimate the memory to serve it."""
+def detail(config: TextModelConfig) -> tuple[dict[str, Any], MemoryNeed, list[str]]:
+    """Describe it for `models show`; estimate the memory to serve it; say what does not fit."""
     row, tokenizer = basics(config), read_tokenizer(config.folder, has_chats=False)
     about = {
         **row,
@@ -69,4 +70,4 @@ def detail(config: TextModelConfig) -> tuple[dict[str, Any], MemoryNeed]:
         "tokenizer_vocabulary": tokenizer.vocab_size,
     }
     need = MemoryNeed(row["num_parameters"], config.num_bytes, None, config.max_tokens)
-    return about, need
+    return about, need, misfits(tokenizer, config.vocab_size)

@@ -76,6 +76,7 @@ from appliance.observe.telemetry.progress import LOOK_INTERVAL_S
 from engine.errors import ConfigError, PenstockError
 from engine.text.read_models import read_tokenizer
 from engine.text.reading import READER
+from engine.text.tokenizer_fit import MISFIT_CODE, misfits
 
 log = logging.getLogger("penstock")
 
@@ -580,6 +581,12 @@ class _Daemon:
             command=own_command(),
         ):
             log.info("%s", line)
+        for about in misfits(
+            self._service.tokenizer,
+            served.plan.checkpoint.config.vocab_size,
+            served.plan.checkpoint.config.unknown_ends,
+        ):
+            self._service.event("warning", MISFIT_CODE, about)
         if self._config.is_open_to_network:
             self._service.event("warning", OPEN_CODE, f"{self._addresses[-1]} {IS_OPEN}")
 

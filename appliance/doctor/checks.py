@@ -45,8 +45,9 @@ from engine.checkpoint.gguf import find_gguf
 from engine.errors import ConfigError, PenstockError
 from engine.kernels.cpu import has_kernels, load_kernels
 from engine.kernels.product_choice import products_here
-from engine.text.read_models import read_checkpoint
+from engine.text.read_models import read_checkpoint, read_tokenizer
 from engine.text.reading import READER
+from engine.text.tokenizer_fit import misfits
 from engine.units import part_text, size_text
 
 MIN_FREE_BYTES = 1 << 30
@@ -100,6 +101,7 @@ def examine(
             yield looked_at("model", lambda: _model(found))
         else:
             yield looked_at("model", partial(_served, here, found))
+        yield from _tokenizer(checkpoint)
         whose = _whose(found.state_dir, here, client)
         for check, look in (
             ("state", partial(_state_dir, found.state_dir)),
@@ -343,6 +345,23 @@ def _served(state: dict[str, Any], found: config.ServeConfig) -> Finding:
     if wanted != state["model"]:
         about += f"; by the settings here a start would serve {model}"
     return Finding("model", "ok", about)
+
+
+def _tokenizer(checkpoint: Checkpoint | None) -> Iterator[Finding]:
+    """Check that the tokenizer fits the weights; what cannot be read is the model's finding."""
+    if checkpoint is None:
+        return
+    try:
+        found = misfits(
+            read_tokenizer(checkpoint.folder, has_chats=False),
+            checkpoint.config.vocab_size,
+            checkpoint.config.unknown_ends,
+        )
+    except PenstockError:
+        return
+    if found:
+        hint = "serve the tokenizer that was published with these weights"
+        yield Finding("tokenizer", "note", "; ".join(found), hint)
 
 
 def _state_dir(folder: Path) -> Finding:

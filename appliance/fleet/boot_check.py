@@ -24,6 +24,7 @@ from engine.kernels.attention_backends import this_machine
 from engine.scheduler.cache.block_pool import MIN_RECORDS
 from engine.text.read_models import read_checkpoint, read_tokenizer
 from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer_fit import misfits
 from engine.units import size_text
 
 NO_PREFIX_CACHE = "it extends the prefix cache, which is off"
@@ -107,14 +108,22 @@ def _of_table(name: str, error: ConfigError) -> ConfigError:
     return ConfigError(error.what, where=where, hint=error.hint)
 
 
-def check_files(config: ServeConfig) -> Tokenizer:
-    """Check a model's files alone; another served model may hold the memory for now.
+class CheckedFiles(NamedTuple):
+    """What a model's files hold."""
 
-    Returns:
-        The facts read from the files.
+    tokenizer: Tokenizer
+    misfits: list[str]
+    """Where the tokenizer does not fit the weights."""
+
+
+def check_files(config: ServeConfig) -> CheckedFiles:
+    """Check a model's files alone; another served model may hold the memory for now.
 
     Raises:
         ConfigError: it cannot be served.
     """
     checkpoint = read_checkpoint(model_folder(config.model))
-    return read_tokenizer(checkpoint.folder)
+    tokenizer = read_tokenizer(checkpoint.folder)
+    return CheckedFiles(
+        tokenizer, misfits(tokenizer, checkpoint.config.vocab_size, checkpoint.config.unknown_ends)
+    )

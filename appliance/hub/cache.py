@@ -20,6 +20,7 @@ from pathlib import Path
 
 from appliance.hub.names import HubName, is_quantised_as
 from engine.checkpoint.gguf import parts_of
+from engine.checkpoint.tokenizer_source import WHOLE, tokenizer_source
 from engine.errors import CheckpointError, ConfigError
 from engine.units import size_text
 
@@ -103,7 +104,9 @@ def missing_files(snapshot: Path, file: str | None = None) -> list[str]:
         parts = parts_of(found[0]) if found else []
         missing = [part.name for part in parts if not part.exists()]
         return missing if found else [file]
-    needed = ["config.json", "tokenizer.json", *weight_names(snapshot)]
+    source = tokenizer_source(os.listdir(snapshot) if snapshot.is_dir() else ())
+    tokenizer = (WHOLE,) if source is None else source.files
+    needed = ["config.json", *tokenizer, *weight_names(snapshot)]
     return [each for each in needed if not (snapshot / each).exists()]
 
 

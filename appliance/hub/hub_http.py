@@ -15,25 +15,27 @@ from pathlib import Path
 from appliance.hub.cache import INDEX, SINGLE
 from appliance.hub.names import HubName, is_quantised_as
 from engine.checkpoint.gguf import parts_of
-from engine.checkpoint.token_files import tokenizer_hint
+from engine.checkpoint.tokenizer_source import WHOLE, tokenizer_hint, tokenizer_source
 from engine.errors import CheckpointError
 from engine.units import size_text
 
 SMALL = (
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "additional_chat_templates/default.jinja",
-    "additional_chat_templates/tool_use.jinja",
+    "processor_config.json",
 )
+_TEMPLATE = re.compile(r"additional_chat_templates/[^/]+\.jinja")
+_STAGES = "modules.json"
+"""What comes after a model that computes vectors: sentence-transformers' list of folders."""
+_OF_STAGES = (_STAGES, "config_sentence_transformers.json", "sentence_bert_config.json")
+_OF_A_STAGE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 MAX_SMALL_BYTES = 128 << 20
 """Maximum size of a small file, which is read into memory; four times the largest tokenizers."""
-_REQUIRED = ("config.json", "tokenizer.json")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _OTHER_WEIGHTS = (".bin", ".pth", ".pt", ".h5", ".msgpack", ".onnx", ".ckpt", ".safetensors")
 
@@ -80,14 +82,25 @@ def small_files(repository: Repository) -> list[RemoteFile]:
     Raises:
         CheckpointError: one is too large.
     """
-    wanted = SMALL if SINGLE in repository.files else (*SMALL, INDEX)
-    found = [repository.files[path] for path in wanted if path in repository.files]
+    files = repository.files
+    wanted = [*SMALL, *_tokenizer_files(repository), *filter(_TEMPLATE.fullmatch, sorted(files))]
+    if SINGLE not in files:
+        wanted.append(INDEX)
+    if _STAGES in files:
+        wanted += [*_OF_STAGES, *filter(_OF_A_STAGE.fullmatch, sorted(files))]
+    found = [files[path] for path in wanted if path in files]
     for file in found:
         if file.size_bytes > MAX_SMALL_BYTES:
             what = f"{file.path} has {size_text(file.size_bytes)}: it is no such file"
             hint = f"up to {size_text(MAX_SMALL_BYTES)} are read"
             raise CheckpointError(what, where=str(repository.name), hint=hint)
     return found
+
+
+def _tokenizer_files(repository: Repository) -> tuple[str, ...]:
+    """Choose the files of the tokenizer that serving would read; empty: it has no tokenizer."""
+    source = tokenizer_source(repository.files)
+    return () if source is None else source.files
 
 
 def weight_files(repository: Repository, names: Sequence[str] | None = None) -> list[RemoteFile]:
@@ -102,19 +115,19 @@ def weight_files(repository: Repository, names: Sequence[str] | None = None) -> 
     if repository.name.file is not None:
         return _quantised(repository, repository.name.file)
     files = repository.files
-    for required in _REQUIRED:
-        if required not in files and not repository.gguf:
-            what = f"the repository has no {required}"
-            has_weights = SINGLE in files or INDEX in files
-            is_tokenizer = required == "tokenizer.json" and has_weights
-            hint = tokenizer_hint(files) if is_tokenizer else _instead(repository)
-            raise CheckpointError(what, where=str(repository.name), hint=hint)
+    required = ("config.json", *(_tokenizer_files(repository) or (WHOLE,)))
+    if (missing := [name for name in required if name not in files]) and not repository.gguf:
+        what = f"the repository has no {missing[0]}"
+        has_weights = SINGLE in files or INDEX in files
+        is_tokenizer = missing[0] == WHOLE and has_weights
+        hint = tokenizer_hint(files) if is_tokenizer else _instead(repository)
+        raise CheckpointError(what, where=str(repository.name), hint=hint)
     if SINGLE in files:
         return [files[SINGLE]]
     if INDEX in files:
         parts = names or [path for path in sorted(files) if _SHARD.fullmatch(path)]
-        if missing := [path for path in parts if path not in files]:
-            what = f"its index names {missing[0]}, which the repository does not have"
+        if absent := [path for path in parts if path not in files]:
+            what = f"its index names {absent[0]}, which the repository does not have"
             raise CheckpointError(what, where=str(repository.name))
         return [files[path] for path in parts]
     what = "the repository has no weights in safetensors"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from engine.checkpoint.chat_files import read_chat_template
-from engine.checkpoint.token_files import SPECIAL_FILES, read_token_files
+from engine.checkpoint.token_files import read_token_files
 
 END_MARKS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
@@ -47,8 +47,8 @@ def end_tokens(folder: Path, stated: Mapping[str, tuple[int, ...]]) -> dict[str,
     """
     tokens = read_token_files(folder)
     by_place = {place: ids for place, ids in stated.items() if ids}
-    for place in SPECIAL_FILES:
-        text = tokens.named[place].get("eos_token")
+    for place, named in tokens.named.items():
+        text = named.get("eos_token")
         if text is not None and (token_id := tokens.token_id(text)) is not None:
             by_place[place] = (token_id,)
     template = read_chat_template(folder)

@@ -17,6 +17,8 @@ from engine.units import size_text
 
 MAX_WHOLE_BYTES = 64 << 20
 """Twice the longest published tokenizer.json; indices and configurations are shorter."""
+_BYTES_OF_MERGES = 128
+"""A token has two or three pairs, and each pair is in memory four times."""
 
 _on_read: Callable[[int], object] = lambda _num_bytes: None  # noqa: E731
 
@@ -25,6 +27,11 @@ def tell_of_reads(on_read: Callable[[int], object]) -> None:
     """Call this with each number of bytes that is read of a model's files."""
     global _on_read  # of a process that reads one model and ends
     _on_read = on_read
+
+
+def tell_of_merges(num_tokens: int) -> None:
+    """Count pairs of tokens that are to be found, which no file holds, as bytes that are read."""
+    _on_read(_BYTES_OF_MERGES * num_tokens)
 
 
 class _ToldFile(io.FileIO):
@@ -48,11 +55,11 @@ def open_model_file(path: Path, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> B
     return io.BufferedReader(_ToldFile(fd), buffer_bytes)
 
 
-def read_model_text(path: Path) -> str:
-    """Read a whole file of text in UTF-8, which may begin with a byte-order mark.
+def read_model_bytes(path: Path) -> bytes:
+    """Read a whole file.
 
     Raises:
-        CheckpointError: it cannot be read, is too long, or is not UTF-8.
+        CheckpointError: it cannot be read, or is too long.
         FileNotFoundError: it is missing.
     """
     try:
@@ -61,10 +68,21 @@ def read_model_text(path: Path) -> str:
             if num_bytes > MAX_WHOLE_BYTES:
                 what = f"{size_text(num_bytes)}, of at most {size_text(MAX_WHOLE_BYTES)}"
                 raise CheckpointError(what, where=str(path))
-            return file.read(num_bytes).decode("utf-8-sig")
+            return file.read(num_bytes)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def read_model_text(path: Path) -> str:
+    """Read a whole file of text in UTF-8, which may begin with a byte-order mark.
+
+    Raises:
+        CheckpointError: as read_model_bytes(), or it is not UTF-8.
+        FileNotFoundError: it is missing.
+    """
+    try:
+        return read_model_bytes(path).decode("utf-8-sig")
     except ValueError as error:
         raise CheckpointError(f"not UTF-8: {error}", where=str(path)) from error

@@ -2,7 +2,7 @@
 
 Repositories of different years keep them in different files. The order is docs/models.md's.
 
-Never: reads a vocabulary of ordinary tokens.
+Never: keeps a vocabulary of ordinary tokens but as text.
 """
 
 from __future__ import annotations
@@ -10,20 +10,32 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.chat_files import read_object, read_text
+from engine.checkpoint.sentencepiece_model import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    read_sentencepiece,
+)
+from engine.checkpoint.tekken_file import read_tekken_specials
+from engine.checkpoint.tokenizer_source import (
+    SENTENCE_PIECE,
+    TEKKEN,
+    VOCABULARY,
+    WHOLE,
+    WORDS,
+    TokenizerSource,
+    tokenizer_source,
+)
 from engine.errors import CheckpointError
 
 _CONFIG, ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
 SPECIAL_FILES = (_CONFIG, "special_tokens_map.json")
-_OTHER_TOKENIZERS = frozenset(
-    {"tokenizer.model", "tokenizer.model.v3", "tekken.json", "vocab.json", "merges.txt"}
-    | {"spiece.model", "sentencepiece.bpe.model", "spm.model", "vocab.txt", "tiktoken.model"}
-)
 _ADDED = '"added_tokens"'
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
@@ -32,16 +44,6 @@ def token_text(value: object) -> str | None:
     """Return the text of a special token, which may be an object with its content."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) and content else None
-
-
-def tokenizer_hint(names: Iterable[str]) -> str:
-    """Say what makes tokenizer.json out of the tokenizer's files that there are."""
-    found = sorted(
-        name for name in names if name in _OTHER_TOKENIZERS or name.endswith(".tiktoken")
-    )
-    if not found:
-        return "save the checkpoint with a fast tokenizer (transformers: save_pretrained)"
-    return f"make it of {', '.join(found)} (transformers: AutoTokenizer, save_pretrained)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,10 @@ class AddedToken:
 class TokenFiles:
     """What a folder's files say of tokens beside the ordinary vocabulary."""
 
+    source: TokenizerSource | None
+    """What the tokenizer is made from; None: no file has one."""
     own: Mapping[str, int]
-    """The ids of tokenizer.json's added tokens, by text."""
+    """The ids of its own tokens beside the ordinary ones, by text."""
     listed: Mapping[str, tuple[AddedToken, ...]]
     """Added tokens of the files beside it, by file."""
     named: Mapping[str, Mapping[str, str]]
@@ -71,7 +75,7 @@ class TokenFiles:
     marks: frozenset[str]
     """Texts of all special tokens that a file names."""
     vocabulary: str
-    """The text of tokenizer.json, whose vocabulary may have named tokens as ordinary ones."""
+    """The text of its JSON, whose vocabulary may have named tokens as ordinary ones."""
 
     @property
     def ids(self) -> dict[str, int]:
@@ -107,20 +111,26 @@ class TokenFiles:
         return lines
 
 
-def read_token_files(folder: Path) -> TokenFiles:
+def read_token_files(folder: Path, wanted: str = "") -> TokenFiles:
     """Read every file of a folder that lists special or added tokens.
+
+    Args:
+        wanted: the file that the tokenizer is made from; empty: the preferred one.
 
     Raises:
         CheckpointError: one cannot be read.
     """
     files = {name: read_object(folder / name) for name in SPECIAL_FILES}
-    path = folder / "tokenizer.json"
-    text = read_text(path) if os.path.lexists(path) else ""
+    source = tokenizer_source(os.listdir(folder) if folder.is_dir() else (), wanted)
+    found = _Own({}) if source is None else _READERS[source.name](folder / source.name)
     decoder = files[_CONFIG].get("added_tokens_decoder")
     is_newer = isinstance(decoder, Mapping)  # transformers then does not read the older map
     order = SPECIAL_FILES if is_newer else SPECIAL_FILES[::-1]
     named = {name: special_tokens_of(files[name]) for name in order}
     first, second = (named[name] for name in order)
+    usual = {name: text for name, text in found.named.items() if name not in files[_CONFIG]}
+    if source is not None and usual:
+        named[source.name] = usual
     marks = {text for texts in named.values() for text in texts.values()}
     marks |= set(_more_specials(files.values()))
     legacy = [
@@ -130,16 +140,10 @@ def read_token_files(folder: Path) -> TokenFiles:
     ]
     listed = {ADDED_FILE: tuple(legacy), _CONFIG: tuple(_decoder_entries(decoder))}
     listed = {file: each for file, each in listed.items() if each}
-    own = {
-        content: token["id"]
-        for token in _own_tokens(path, text)
-        if isinstance(token, dict)
-        and (content := token_text(token))
-        and type(token.get("id")) is int
-        and token["id"] >= 0
-    }
-    variables = first if is_newer else second | first
-    return TokenFiles(own, listed, named, variables, frozenset(marks), text)
+    variables = usual | (first if is_newer else second | first)
+    return TokenFiles(
+        source, found.ids, listed, named, variables, frozenset(marks), found.vocabulary
+    )
 
 
 def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
@@ -170,6 +174,28 @@ def _decoder_entries(decoder: object) -> Iterator[AddedToken]:
             yield AddedToken(text, token_id, value.get("special") is True, flags)
 
 
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What the file with the vocabulary says of tokens beside it."""
+
+    ids: dict[str, int]
+    named: dict[str, str] = field(default_factory=dict)
+    vocabulary: str = ""
+
+
+def _of_tokenizer_json(path: Path) -> _Own:
+    text = read_text(path)
+    ids = {
+        content: token["id"]
+        for token in _own_tokens(path, text)
+        if isinstance(token, dict)
+        and (content := token_text(token))
+        and type(token.get("id")) is int
+        and token["id"] >= 0
+    }
+    return _Own(ids, vocabulary=text)
+
+
 def _own_tokens(path: Path, text: str) -> list[Any]:
     """Read the added tokens of tokenizer.json."""
     at = text.find(_ADDED)
@@ -181,3 +207,43 @@ def _own_tokens(path: Path, text: str) -> list[Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
     return list(tokens)
+
+
+def _of_sentencepiece(path: Path) -> _Own:
+    model = read_sentencepiece(path)
+    named = {name: model.tokens[token_id] for name, token_id in model.specials.items()}
+    return _Own(model.texts_of(UNKNOWN, CONTROL, USER_DEFINED), named)
+
+
+def _of_tekken(path: Path) -> _Own:
+    ids = {text: token_id for token_id, text in enumerate(read_tekken_specials(path))}
+    return _Own(ids, {name: text for name, text in _TEKKEN.items() if text in ids})
+
+
+def _of_words(path: Path) -> _Own:
+    ids = {word: place for place, word in enumerate(read_words(path)) if _MARK.fullmatch(word)}
+    return _Own(ids, {name: text for name, text in _WORDS.items() if text in ids})
+
+
+def read_words(path: Path) -> list[str]:
+    """Read vocab.txt, a token a line.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    lines = read_text(path).replace("\r\n", "\n").split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
+_TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+_WORDS = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"} | {
+    "pad_token": "[PAD]", "mask_token": "[MASK]",
+}  # fmt: skip
+_MARK = re.compile(r"\[.+\]|<.+>")
+_READERS: dict[str, Callable[[Path], _Own]] = {
+    WHOLE: _of_tokenizer_json,
+    SENTENCE_PIECE: _of_sentencepiece,
+    TEKKEN: _of_tekken,
+    VOCABULARY: lambda path: _Own({}, vocabulary=read_text(path)),
+    WORDS: _of_words,
+}

@@ -117,9 +117,9 @@ def _text_model(path: bytes, kind: Kind, has_weights: bool) -> bytes:
     return written(TextModelConfig.from_folder(folder, kind, has_weights=has_weights))
 
 
-def _tokenizer(path: bytes, has_chats: bool) -> bytes:
+def _tokenizer(path: bytes, has_chats: bool, source: str = "") -> bytes:
     """Read a tokenizer's files, and build and use it once, within this process's limits."""
-    files = TokenizerFiles.read(Path(os.fsdecode(path)), has_chats=has_chats)
+    files = TokenizerFiles.read(Path(os.fsdecode(path)), has_chats=has_chats, source=source)
     files.build_on_trial()
     return written(files)
 

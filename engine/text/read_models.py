@@ -87,13 +87,17 @@ def read_weight_names(path: Path) -> list[str]:
     return _NAMES.decode(_read("weight_names", path))
 
 
-def read_tokenizer(path: Path, *, has_chats: bool = True) -> Tokenizer:
+def read_tokenizer(path: Path, *, has_chats: bool = True, source: str = "") -> Tokenizer:
     """Read a model's tokenizer and chat template, and build here what was built there on trial.
+
+    Args:
+        has_chats: False: leave the template out.
+        source: the file of a folder that it is made from; empty: the preferred one.
 
     Raises:
         CheckpointError: as read_checkpoint().
     """
-    return Tokenizer.from_files(_FILES.decode(_read("tokenizer", path, has_chats)))
+    return Tokenizer.from_files(_FILES.decode(_read("tokenizer", path, has_chats, source)))
 
 
 def _read(job: str, path: Path, *args: Any) -> bytes:

@@ -1,6 +1,6 @@
 """Turn text into token ids, and a stream of ids back into text.
 
-Owns: the model's tokenizer, from tokenizer.json or a GGUF file's metadata, and its chat template;
+Owns: the model's tokenizer, from a folder or a GGUF file's metadata, and its chat template;
 the unfinished character of streamed text.
 Invariant: encode, decode and render equal transformers' for a folder; a GGUF file's ids are its
 own.
@@ -10,7 +10,6 @@ Never: knows requests, and never loads a tokenizer from outside the folder.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,10 +26,11 @@ from engine.checkpoint.chat_files import (
     template_in_metadata,
 )
 from engine.checkpoint.gguf import GgufModel, find_gguf
-from engine.checkpoint.model_file import read_model_text
-from engine.checkpoint.token_files import TokenFiles, read_token_files, tokenizer_hint
+from engine.checkpoint.token_files import TokenFiles, read_token_files
+from engine.checkpoint.tokenizer_source import WHOLE, tokenizer_hint
 from engine.errors import CheckpointError, RequestError, reading_model
 from engine.text.chat_template import ChatTemplate
+from engine.text.folder_tokenizer import build_tokenizer
 from engine.text.gguf_tokenizer import read_tokenizer, special_tokens
 
 MAX_HELD_LENGTH = 4096
@@ -44,7 +44,7 @@ class TokenizerFiles:
     """What a checkpoint's files say of its tokenizer and its chats."""
 
     text: str
-    """The tokenizer as tokenizer.json has it."""
+    """The tokenizer in the form of tokenizer.json."""
     where: Path
     """The file that it is from."""
     special_tokens: Mapping[str, str]
@@ -56,13 +56,14 @@ class TokenizerFiles:
     """The file with the template."""
 
     @classmethod
-    def read(cls, path: Path, *, has_chats: bool = True) -> TokenizerFiles:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
+    def read(cls, path: Path, *, has_chats: bool = True, source: str = "") -> TokenizerFiles:
+        """Read the tokenizer, what files say of its tokens, and the chat template of a checkpoint.
 
         For a GGUF file, or a folder with only such a file, they come from its metadata.
 
         Args:
             has_chats: False: leave the template out.
+            source: the file that the tokenizer is made from; empty: the preferred one.
 
         Raises:
             CheckpointError: a file is missing or broken; `where` names it.
@@ -71,22 +72,24 @@ class TokenizerFiles:
             gguf = find_gguf(path)
             if gguf is not None:
                 return cls._of_gguf(GgufModel.open(gguf), has_chats)
-            return cls._of_folder(path, has_chats)
+            return cls._of_folder(path, has_chats, source)
 
     @classmethod
-    def _of_folder(cls, folder: Path, has_chats: bool) -> TokenizerFiles:
-        where = folder / "tokenizer.json"
-        if not os.path.lexists(where):
-            raise CheckpointError(
-                "there is no tokenizer.json",
-                where=str(where),
-                hint=tokenizer_hint(path.name for path in folder.glob("*")),
-            )
-        text = read_model_text(where)
+    def _of_folder(cls, folder: Path, has_chats: bool, name: str) -> TokenizerFiles:
+        tokens = read_token_files(folder, name)
+        if tokens.source is None:
+            hint = tokenizer_hint(path.name for path in folder.glob("*"))
+            missing = folder / WHOLE
+            raise CheckpointError(f"there is no {WHOLE}", where=str(missing), hint=hint)
+        where = folder / tokens.source.name
         with _refusals(where):
-            _check_stages(text)
-            _check_merges(text)
-        tokens = replace(read_token_files(folder), vocabulary="")
+            if tokens.source.name == WHOLE:
+                text = tokens.vocabulary
+                _check_stages(text)
+                _check_merges(text)
+            else:
+                text = build_tokenizer(folder, tokens).to_str()
+        tokens = replace(tokens, vocabulary="")
         found = read_chat_template(folder) if has_chats else None
         place = None if found is None else folder / found.place
         return cls(text, where, tokens.variables, tokens, found, place)
@@ -125,6 +128,8 @@ def _refusals(where: Path) -> Iterator[None]:
     """Turn into CheckpointError the plain Exception that `tokenizers` raises for any reason."""
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"cannot read the tokenizer: {error}", where=str(where)) from error
 
@@ -242,6 +247,11 @@ class Tokenizer:
             )
         variables = {**self._special_tokens, **options.pop("variables", {})}
         return self.chat_template.render(messages, variables=variables, **options)
+
+    def ids(self) -> dict[str, int]:
+        """Return the ids of all tokens, by the vocabulary's own form of each."""
+        ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return ids
 
     def has_token(self, text: str) -> bool:
         """Say whether the vocabulary has this token."""

@@ -27,6 +27,7 @@ from appliance.hub.names import HubName
 from appliance.observe.log.writer import RequestLog
 from engine.errors import PenstockError, reading_model
 from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer_fit import MISFIT_CODE
 
 T = TypeVar("T")
 
@@ -108,7 +109,9 @@ class Swapping:
                 await Fetching(config.model, self._request_log).run()
             if name in self._being_read:
                 raise PenstockError("its folder does not answer; an earlier reader still hangs")
-            tokenizer = await self._read(name, partial(check_files, config))
+            tokenizer, misfits = await self._read(name, partial(check_files, config))
+            for about in misfits:
+                self._service.event("warning", MISFIT_CODE, f"{name}: {about}")
             if (served := self._served.loaded()).is_on_cores:
                 freed_bytes = self._residents.held_bytes(served)
                 look = partial(need_of, config, self._served.caches.memory, freed_bytes)

@@ -6,6 +6,7 @@ import pytest
 
 from appliance.cli.model_sources import sources
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.text.tokenizer import Tokenizer
 from tests.appliance.model_folder import make_model
 from tests.gguf_files import write_gguf
 
@@ -23,7 +24,7 @@ def write(folder, name, **values):
 
 
 def told(folder):
-    return sources(folder, Checkpoint.open(folder))
+    return sources(folder, Checkpoint.open(folder), Tokenizer.from_folder(folder))
 
 
 def test_a_plain_folder_names_its_files(folder):
@@ -51,6 +52,24 @@ def test_where_files_disagree_what_is_not_used_is_named(folder):
     *unread, tokens = page["not_used"].split("; ")
     assert unread == ["m-Q8_0.gguf", "model.safetensors.index.json", "tokenizer_config.json"]
     assert tokens.startswith("tokenizer_config.json: bos_token is '<s>'")
+
+
+def test_a_tokenizer_that_is_not_used_is_compared_with_the_one_that_is(folder):
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    write(folder, "vocab.json", **vocabulary)
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    assert told(folder)["not_used"].startswith("vocab.json, ")
+    assert "900" not in told(folder)["not_used"]
+    changed = {text: one for text, one in vocabulary.items() if text != "a"} | {"a": 900}
+    (folder / "vocab.json").write_text(json.dumps(changed))
+    (folder / "tekken.json").write_text("{}")
+    tekken, pairs = told(folder)["not_used"].split("; ")
+    assert tekken.startswith("tekken.json, ")
+    assert f"1 of {len(vocabulary)}" in pairs
+    assert "'a' is 900" in pairs
+    (folder / "tokenizer.json").unlink()
+    (folder / "tekken.json").unlink()
+    assert told(folder)["tokenizer"] == "vocab.json, merges.txt"
 
 
 def test_what_says_nothing_is_not_used(folder):

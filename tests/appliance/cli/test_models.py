@@ -204,7 +204,7 @@ def test_a_folder_whose_name_is_not_text_is_no_obstacle(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
     folder = Path(os.fsdecode(bytes(tmp_path) + b"/m\xff"))
-    make_model(folder)
+    make_model(folder, vocab_size=300)
     for verb in ("show", "verify"):
         ended = penstock(environ, "models", verb, str(folder))
         assert (ended.returncode, ended.stderr) == (0, "")

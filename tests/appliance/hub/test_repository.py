@@ -20,13 +20,36 @@ def chosen(there: Repository) -> list[str]:
 
 SMALL = ("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def test_one_file_of_weights_and_nothing_else() -> None:
     there = repository(*SMALL, "README.md", "pytorch_model.bin", "model.safetensors", "x.onnx")
     assert chosen(there) == ["model.safetensors"]
     assert {file.path for file in small_files(there)} == set(SMALL)
+
+
+@pytest.mark.parametrize(
+    "files", [["tekken.json"], ["tokenizer.model"], ["vocab.json", "merges.txt"], ["vocab.txt"]]
+)
+def test_the_tokenizer_that_serving_would_read_comes_alone(files: list[str]) -> None:
+    there = repository("config.json", SINGLE, "spiece.model", *files)
+    assert chosen(there) == [SINGLE]
+    assert [file.path for file in small_files(there)] == ["config.json", *files]
+    beside = repository(*SMALL, SINGLE, *files)
+    assert {file.path for file in small_files(beside)} == set(SMALL)
+
+
+def test_templates_and_the_stages_after_a_model_of_vectors_come_without_pickles() -> None:
+    wanted = ["processor_config.json", "chat_template.json", "additional_chat_templates/rag.jinja"]
+    wanted += ["modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"]
+    wanted += ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+    left = ["2_Dense/pytorch_model.bin", "pytorch_model.bin", "x.pt", "onnx/model.onnx", "3_x/a.py"]
+    there = repository(*SMALL, SINGLE, *wanted, *left)
+    assert {file.path for file in small_files(there)} == {*SMALL, *wanted}
+    assert chosen(there) == [SINGLE]
+    bare = repository(*SMALL, SINGLE, "1_Pooling/config.json")  # of something else
+    assert {file.path for file in small_files(bare)} == set(SMALL)
 
 
 def test_a_small_file_that_is_listed_large_is_refused_by_name() -> None:
@@ -52,7 +75,8 @@ def test_the_parts_that_the_index_names() -> None:
         (repository(*SMALL, "pytorch_model.bin"), ["no weights", "pytorch_model"]),
         (repository("tokenizer.json", "model.safetensors"), ["no config.json"]),
         (repository("config.json", "model.safetensors"), ["no tokenizer.json"]),
-        (repository("config.json", INDEX, "tekken.json"), ["no tokenizer.json", "of tekken.json"]),
+        (repository("config.json", INDEX, "spiece.model"), ["no tokenizer.json", "spiece.model"]),
+        (repository("config.json", INDEX, "vocab.json"), ["no tokenizer.json", "of vocab.json"]),
         (repository("m-Q4_K_M.gguf", "m-Q8_0.gguf"), ["m-Q8_0.gguf", "o/n:Q4_K_M"]),
         (repository("m-Q8_0.gguf", file="Q4_K_M"), ["no quantisation 'Q4_K_M'", "m-Q8_0.gguf"]),
     ],

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, product
 
 import psutil
 import pytest
@@ -25,8 +26,9 @@ from engine.text import read_models, reading
 from engine.text.reading import READER, Reader
 from engine.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
-from tests.gguf_files import write_gguf
+from tests.gguf_files import write_gguf, write_pieces
 from tests.hostile_models import HOSTILE, HOSTILE_TOKENIZERS, sentence_piece_bomb
+from tests.protobuf_fields import field
 
 FAMILIES = ("phi3", "gemma4_text", "gpt_oss", "qwen3_5_moe_text")
 LONG = {
@@ -150,6 +152,21 @@ def test_a_model_of_many_tensors_is_read_within_its_memory(tmp_path):
     os.truncate(weights, 8 + len(header) + end)
     assert len(entries) > 120_000
     assert len(read_models.read_checkpoint(tmp_path).tensors) == len(entries)
+
+
+@pytest.mark.parametrize("has_gguf", [True, False])
+def test_a_large_vocabulary_of_pieces_is_read_within_its_memory(tmp_path, has_gguf):
+    """As Gemma's, with several pairs for each piece, which no file lists."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(each) for size in (1, 2, 3) for each in product(letters, repeat=size)]
+    words += ["".join(each) for each in islice(product(letters, repeat=4), 80_000)]
+    if has_gguf:
+        path = write_pieces(tmp_path / "m.gguf", words)
+    else:
+        path = tmp_path
+        pieces = b"".join(field(1, field(1, word.encode())) for word in ("<unk>", *words))
+        (path / "tokenizer.model").write_bytes(pieces + field(2, field(3, 2)))
+    assert read_models.read_tokenizer(path).vocab_size == len(words) + 1
 
 
 def test_a_reader_that_is_killed_reads_the_model_once_more():

@@ -166,9 +166,8 @@ def test_a_broken_file_is_named(tmp_path, name, content):
 @pytest.mark.parametrize(
     "others",
     [
-        ["tokenizer.model"],
-        ["tekken.json"],
-        ["merges.txt", "vocab.json"],
+        ["vocab.json"],
+        ["merges.txt"],
         ["spiece.model"],
         ["qwen.tiktoken"],
     ],
