@@ -113,8 +113,9 @@ class TextModelConfig:
     def scratch_bytes(self, step_tokens: int, dtype: str) -> int:
         """Count what one step computes with, whose longest may be a single text."""
         num_tokens = max(step_tokens, self.max_tokens)
-        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        row = 3 * self.hidden_size + heads
+        # queries, their results, and keys and values, once more with as many heads as queries
+        heads = (4 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        row = 2 * self.hidden_size + heads
         inner = step_tokens * 3 * self.intermediate_size
         return (num_tokens * row + inner) * DTYPE_BYTES[dtype]
 

@@ -205,27 +205,24 @@ class _Layer:
         self, x: torch.Tensor, runs: list[Run], turns_by_theta: dict[float, Turns]
     ) -> Iterator[torch.Tensor | None]:
         """Yield None after each part, at last the layer's result [num_rows, hidden_size]."""
-        config, pieces = self._config, []
+        config, num_rows = self._config, len(x)
         turns = None if self.theta is None else turns_by_theta[self.theta]
-        for first in range(0, len(x), PART_ROWS):
-            rows = slice(first, first + PART_ROWS)
+        counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        q, k, v = (x.new_empty(num_rows, count, config.head_dim) for count in counts)
+        for rows in _parts(num_rows):
             at = None if turns is None else (turns[0][rows], turns[1][rows])
-            pieces.append(self._projected(x[rows], at))
+            q[rows], k[rows], v[rows] = self._projected(x[rows], at)
             yield None
-        q, k, v = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
-        found, first = [], 0
-        for heads in attend(q, k, v, runs, self._reach, scale=config.scale, max_rows=PART_ROWS):
-            found.append(heads)
-            first += len(heads)
-            if first % PART_ROWS == 0:
-                yield None
-        heads = found[0] if len(found) == 1 else torch.cat(found)
-        done = []
-        for first in range(0, len(x), PART_ROWS):
-            rows = slice(first, first + PART_ROWS)
-            done.append(self._joined(x[rows], heads[rows]))
+        heads, first = x.new_empty(num_rows, config.num_heads * config.head_dim), 0
+        for found in attend(q, k, v, runs, self._reach, scale=config.scale, max_rows=PART_ROWS):
+            heads[first : first + len(found)] = found
+            first += len(found)
             yield None
-        yield done[0] if len(done) == 1 else torch.cat(done)
+        out = torch.empty_like(x)
+        for rows in _parts(num_rows):
+            out[rows] = self._joined(x[rows], heads[rows])
+            yield None
+        yield out
 
     def _projected(self, x: torch.Tensor, turns: Turns | None) -> tuple[torch.Tensor, ...]:
         """Return queries, keys and values, each [rows, heads, head_dim]."""
@@ -252,6 +249,11 @@ class _Layer:
         else:
             inner = self._activation(inner)
         return joined(x + after(self._down(inner, 0)))
+
+
+def _parts(num_rows: int) -> Iterator[slice]:
+    """Cut rows into parts."""
+    return (slice(first, first + PART_ROWS) for first in range(0, num_rows, PART_ROWS))
 
 
 def _norms(make: _Makes, norms: HalfNorms, before: str) -> tuple[Norm, Norm, Norm]:

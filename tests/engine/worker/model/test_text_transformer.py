@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from engine.errors import CheckpointError
-from engine.wire.messages import TextModelSpec
+from engine.wire.messages import ComputeTexts, TextModelSpec
 from engine.worker import text_models
 from engine.worker.model import text_transformer
 from engine.worker.model.linear import Linears
+from engine.worker.text_batches import TextBatches
 from engine.worker.text_models import load_text_models
 from tests.text_checkpoints import (
     CLS,
@@ -115,6 +116,20 @@ def test_scores_equal_transformers_after_the_sigmoid(family, checkpoint, product
         wanted = torch.tensor(score(oracle, pair, compared=compared))
         assert torch.sigmoid(own) == pytest.approx(float(torch.sigmoid(wanted)), rel=1e-5)
         assert float(own) == pytest.approx(float(wanted), rel=1e-4, abs=1e-5)
+
+
+def test_a_text_without_a_number_leaves_its_neighbours_theirs(tmp_path):
+    folder = make_text_checkpoint(tmp_path / "it", "bert", num_hidden_layers=2)
+    model, reports, texts = load(folder), [], [a_text(9, seed) for seed in range(3)]
+    good = computed(model, texts)
+    texts[1][4] = 299
+    model._words.values[299] = float("nan")
+    batches = TextBatches({"it": model}, reports.append, None)
+    batches.take(ComputeTexts(7, "it", texts))
+    batches.compute(lambda: False)
+    first, bad, last = reports[0].results
+    assert (reports[0].batch_id, bad) == (7, b"")
+    assert (first, last) == tuple(good[i].numpy().tobytes() for i in (0, 2))
 
 
 POOLINGS = {
