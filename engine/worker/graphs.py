@@ -28,7 +28,7 @@ import torch
 from engine.wire.sampling import SamplingParams
 from engine.worker.device import Device
 from engine.worker.model.attention import StepBatch
-from engine.worker.model.proof_judge import difference
+from engine.worker.model.proof_judge import difference, seeded
 from engine.worker.model.records import RecordBlocks, record_rows
 from engine.worker.model.sampler import NO_DRAW, NUM_DRAW_FIELDS, draw_of, is_plain
 from engine.worker.model.transformer import Transformer
@@ -131,7 +131,7 @@ class DecodeGraphs:
         Rows are of sequences in blocks of their own, as far as the pool goes: short ones, and ones
         as long as a table. Nothing else may be in the pool.
         """
-        dtype, generator = self._pool.dtype, torch.Generator().manual_seed(0)
+        dtype, generator = self._pool.dtype, seeded(0)
         for (size, width), replay in self._steps.items():
             num = self._make_up(size, width, generator)
             found = self._compared(replay, self._step(size, width), self._logits[:num])

@@ -106,6 +106,11 @@ def judged_attention(
     return out.view(num_heads, num_queries, head_dim).transpose(0, 1)
 
 
+def seeded(seed: int) -> torch.Generator:
+    """Seed torch's own generator: to make another takes parts of torch that no start imports."""
+    return torch.default_generator.manual_seed(seed)
+
+
 def poison(like: Sequence[torch.Tensor]) -> None:
     """Leave NaN in memory that the next results will lie in: unwritten rows show."""
     for each in like:

@@ -20,7 +20,7 @@ from engine.wire.sampling import SamplingParams
 from engine.worker.model.attention import StepBatch, num_parts
 from engine.worker.model.backend import Backend
 from engine.worker.model.layers import gated, rms_norm, rope_table, rotate
-from engine.worker.model.proof_judge import difference, judged_attention, poison
+from engine.worker.model.proof_judge import difference, judged_attention, poison, seeded
 from engine.worker.model.proof_shapes import (
     SHORT_WINDOW,
     Heads,
@@ -52,6 +52,8 @@ class Wrong:
     operation: str
     about: str
     """The shape, the rows and the difference."""
+    has_failed: bool = False
+    """It raised an error, and what it computes is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class Prover:
     def _attention(self, backend: Backend) -> str | None:
         """Describe a step whose attention is wrong."""
         for number, heads in enumerate(self._kinds_of_heads()):
-            generator = torch.Generator().manual_seed(number)
+            generator = seeded(number)
             for sequences in self._steps(heads):
                 case = _AttentionCase(self, heads, sequences, generator)
                 for batch in case.batches(
@@ -139,7 +141,7 @@ class Prover:
     ) -> str | None:
         """Describe a number of tokens for which a small operation is wrong."""
         for num_rows in _ROWS:
-            found = prove(backend, num_rows, torch.Generator().manual_seed(num_rows))
+            found = prove(backend, num_rows, seeded(num_rows))
             if found is not None:
                 return f"{num_rows} tokens: {found}"
         return None
@@ -259,7 +261,7 @@ def _tried(operation: str, prove: Callable[[], str | None]) -> Wrong | None:
     try:
         about = prove()
     except Exception as error:  # noqa: BLE001  # whatever a library raises
-        about = f"{type(error).__name__}: {str(error)[:200]}"
+        return Wrong(operation, f"{type(error).__name__}: {str(error)[:200]}", has_failed=True)
     return None if about is None else Wrong(operation, about)
 
 

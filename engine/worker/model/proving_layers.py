@@ -25,7 +25,7 @@ from engine.worker.model.delta_inputs import KEPT_TOKENS, RecordRuns
 from engine.worker.model.feed_forward import Experts
 from engine.worker.model.layers import gated
 from engine.worker.model.linear import Linear, Linears, choose_linears
-from engine.worker.model.proof_judge import difference
+from engine.worker.model.proof_judge import difference, seeded
 from engine.worker.model.proof_shapes import Sequences, product_rows, recurrent_steps
 from engine.worker.model.records import RecordBlocks, StepRecords, record_rows
 from engine.worker.model.torch_backend import TorchBackend
@@ -109,7 +109,7 @@ class _DeltaCase:
         )
         self._config, self._layer = replace(config, delta=self._delta), layers[-1]
         self._dtype, self._sequences = dtype, sequences
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = seeded(seed)
         self._num_rows = sum(new for _, new in sequences)
         prefix = f"{config.family.prefix}model.layers.{self._layer}.linear_attn."
         shapes = {
@@ -250,7 +250,7 @@ def mixture_difference(
     num_experts = min(config.experts.num_experts, _MOST_EXPERTS)
     few = min(config.experts.num_per_token, num_experts)
     experts = replace(config.experts, num_experts=num_experts, num_per_token=few)
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype).float()
@@ -328,7 +328,7 @@ def product_difference(
     """Describe a product with some of the model's rows that is wrong; None: all are right."""
     linears = choose_linears(device.type, dtype)
     for number, (weight, values) in enumerate(matrices):
-        generator = torch.Generator().manual_seed(number)
+        generator = seeded(number)
         if weight.scheme in PLAIN:
             weight = Weight.plain(weight.values.to(dtype))
             values = weight.values.float()

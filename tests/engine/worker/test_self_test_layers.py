@@ -288,9 +288,13 @@ def test_compiled_kernels_that_are_wrong_leave_the_small_operations_to_torch(mod
     backend = choose_backend(CPU, torch.float32, checkpoint.config, faults=faults)
     assert isinstance(backend, TorchBackend)
     assert "norm is wrong" in backend.name
-    monkeypatch.setattr(TorchBackend, "norm", lambda *args: failing())
-    with pytest.raises(WorkerUnfit, match="no kernel image"):
+    own = TorchBackend.norm
+    monkeypatch.setattr(TorchBackend, "norm", lambda *args: own(*args) * 1.1)
+    with pytest.raises(WorkerUnfit, match="norm is wrong"):
         faults_of_cores(checkpoint, setup)
+    monkeypatch.setattr(TorchBackend, "norm", lambda *args: failing())
+    faults = faults_of_cores(checkpoint, setup)
+    assert list(faults) == ["self-test"], "what cannot be tried does not keep it from serving"
 
 
 @needs_kernels
