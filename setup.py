@@ -41,9 +41,7 @@ X86_LEVELS["amx"] = [*X86_LEVELS["avx512bf16"], "-mamx-tile", "-mamx-bf16"]
 
 def levels() -> dict[str, list[str]]:
     """Return the compiler's flags for each level that this architecture can have."""
-    is_x86 = sysconfig.get_platform().endswith(
-        "x86_64"
-    )  # of what is built for, not of this machine
+    is_x86 = sysconfig.get_platform().endswith("x86_64")  # of the machine that it is built for
     return {"portable": []} | (X86_LEVELS if is_x86 else {})
 
 
