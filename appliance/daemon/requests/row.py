@@ -183,6 +183,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
                 "key_name": peer.key,
                 "http_status": http_status,
                 "recoveries": 0,
+                "handoff_bytes": 0,
                 "t_tokenized_us": int(1e3 * (frame.tokenize_ms or 0.0)),
                 "t_finished_us": int(1e3 * frame.age_ms),
             }
