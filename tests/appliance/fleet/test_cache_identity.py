@@ -24,6 +24,8 @@ from appliance.fleet.cache_identity import (
 )
 from engine.errors import ConfigError
 from tests.appliance.model_folder import make_model
+from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
 
 
 def mode(path):
@@ -270,6 +272,19 @@ def test_weights_rewritten_in_place_with_their_time_put_back_are_other_weights(t
     time.sleep(0.02)  # clocks of file systems are as coarse as that
     rewritten(file, data, how)
     assert fingerprint([file], tmp_path) != one
+
+
+@pytest.mark.parametrize("place", ["weights", "metadata"])
+def test_a_gguf_file_rewritten_in_place_is_another_model(tmp_path, place):
+    file = write_gguf(make_checkpoint(tmp_path / "m"), tmp_path / "m.gguf")
+    plan = make_plan(ServeConfig(tmp_path / "socket", tmp_path, model=file))
+    first = identity(plan, tmp_path)
+    assert identity(plan, tmp_path) == first
+    data = bytearray(file.read_bytes())
+    data[-1 if place == "weights" else data.index(b"<|im_end|>")] ^= 1
+    time.sleep(0.02)
+    rewritten(file, data, "written")
+    assert identity(plan, tmp_path) != first
 
 
 def test_other_bytes_are_noticed_where_no_time_tells(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from tests.worlds.hub_server import Hub, Repository, folder_files, serving
 
 SIZES = {"vocab_size": 4096, "hidden_size": 64}
 WEIGHTS = "model.safetensors"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,32 @@ def test_only_what_serving_needs_comes_and_the_token_stays_here(
     num_asked = len(hub.ranges_of(WEIGHTS))
     assert penstock(environ, "models", "pull", "owner/name").returncode == 0
     assert len(hub.ranges_of(WEIGHTS)) == num_asked  # what is there does not come again
+
+
+def test_a_model_without_tokenizer_json_comes_with_what_its_loader_reads(
+    tmp_path: Path, environ: dict[str, str], source: Path
+) -> None:
+    files = folder_files(source)
+    del files["tokenizer.json"]
+    wanted: dict[str, bytes | Path] = {
+        "tokenizer.model": FIXTURES / "sentencepiece" / "bpe.model",
+        "additional_chat_templates/rag.jinja": b"{{ messages }}",
+        "processor_config.json": b"{}",
+    }
+    left: dict[str, bytes | Path] = {"pytorch_model.bin": b"x" * 9000, "spiece.model": b"x"}
+    with serving(owner__pieces=Repository(files | wanted | left)) as hub:
+        environ = environ | {"HF_ENDPOINT": hub.url}
+        ended = penstock(environ, "models", "pull", "owner/pieces")
+        assert (ended.returncode, ended.stdout.strip()) == (
+            0,
+            str(snapshot(tmp_path, "owner--pieces")),
+        )
+        there = snapshot(tmp_path, "owner--pieces")
+        names = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
+        assert names == {*files, *wanted}
+        num_asked = len(hub.asked)
+    assert penstock(environ, "models", "show", "owner/pieces").returncode == 0
+    assert len(hub.asked) == num_asked
 
 
 def test_a_connection_that_is_cut_twice_goes_on_where_it_was(
