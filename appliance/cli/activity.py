@@ -26,12 +26,17 @@ from engine.printable import printable
 POLL_S = 1.0
 BATCH_ROWS = "1000"
 
-StateDir = Annotated[str | None, typer.Option(help="Folder of the log, used if no daemon answers.")]
+StateDir = Annotated[
+    str | None, typer.Option(metavar="FOLDER", help="Folder of the log, used if no daemon answers.")
+]
 Follow = Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new ones.")]
 Since = Annotated[
-    str | None, typer.Option(help="Start of the time range: 1h, 2d (ago) or 2026-01-31T12:00.")
+    str | None,
+    typer.Option(metavar="TIME", help="Start of the time range: 1h, 2d (ago) or 2026-01-31T12:00."),
 ]
-Until = Annotated[str | None, typer.Option(help="End of the time range, in the same forms.")]
+Until = Annotated[
+    str | None, typer.Option(metavar="TIME", help="End of the time range, in the same forms.")
+]
 Limit = Annotated[
     int,
     typer.Option("-n", "--limit", callback=within(1, 10_000), help="How many, the newest ones."),
@@ -60,13 +65,16 @@ def log(
     follow: Follow = False,
     since: Since = None,
     until: Until = None,
-    user: Annotated[str | None, typer.Option("-u", "--user", help="Only this user's.")] = None,
+    user: Annotated[
+        str | None, typer.Option("-u", "--user", metavar="NAME", help="Only this user's.")
+    ] = None,
     errors: Annotated[
         bool,
         typer.Option("--errors", help="Only failed or cut-off requests; excludes cancelled ones."),
     ] = False,
     slow: Annotated[
-        str | None, typer.Option(help="Only slow ones, e.g. 'ttft>500' (ms) or 'e2e>2s'.")
+        str | None,
+        typer.Option(metavar="CONDITION", help="Only slow ones, e.g. 'ttft>500' (ms) or 'e2e>2s'."),
     ] = None,
     host: Host = None,
     state_dir: StateDir = None,

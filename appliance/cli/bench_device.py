@@ -23,7 +23,9 @@ Model = Annotated[
         help="Folder of a model for its shape. Default: Llama 3.1 8B, with the layers that fit."
     ),
 ]
-Dtype = Annotated[str | None, typer.Option(help="Of the weights. Default: the model's own.")]
+Dtype = Annotated[
+    str | None, typer.Option(metavar="CHOICE", help="Of the weights. Default: the model's own.")
+]
 Small = Annotated[bool, typer.Option("--small", help="A small size, to check that it works.")]
 
 

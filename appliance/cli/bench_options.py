@@ -30,7 +30,7 @@ Specs = Annotated[
     ),
 ]
 ArmsModel = Annotated[
-    str | None, typer.Option("--model", "-m", help="Model of the started daemons.")
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="Model of the started daemons.")
 ]
 Rounds = Annotated[int, typer.Option(callback=within(1), help="Rounds per server.")]
 Alone = Annotated[
@@ -83,9 +83,11 @@ def _load(
         ),
     ] = None,
     input_tokens: Annotated[
-        str, typer.Option(help="Prompt length: 512, or random from 128-1024.")
+        str, typer.Option(metavar="LENGTH", help="Prompt length: 512, or random from 128-1024.")
     ] = ("512"),
-    output_tokens: Annotated[str, typer.Option(help="Reply length, in the same forms.")] = "64",
+    output_tokens: Annotated[
+        str, typer.Option(metavar="LENGTH", help="Reply length, in the same forms.")
+    ] = "64",
     seed: Seed = 0,
 ) -> Load:
     """Build the load from the options."""

@@ -26,7 +26,7 @@ from engine.printable import printable
 
 # engine.scheduler.offload costs 20 ms, so it comes with the verbs.
 
-SsdDir = Annotated[str | None, typer.Option(help="Folder of the SSD cache.")]
+SsdDir = Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder of the SSD cache.")]
 
 _T = TypeVar("_T")
 

@@ -52,7 +52,7 @@ _CACHES = ("dram_cache", "ssd_cache")
 def show(
     origin: Annotated[bool, typer.Option("--origin", help="Also show what set each one.")] = False,
     config_file: Annotated[
-        str | None, typer.Option("--config", help="A TOML file of settings.")
+        str | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings.")
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:

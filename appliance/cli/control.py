@@ -51,7 +51,7 @@ def cancel(
         typer.Argument(metavar="ID...", help="From ps or top.", autocompletion=live_request_ids),
     ] = None,
     user: Annotated[
-        str | None, typer.Option("-u", "--user", help="All requests of this user.")
+        str | None, typer.Option("-u", "--user", metavar="NAME", help="All requests of this user.")
     ] = None,
     host: Host = None,
 ) -> None:

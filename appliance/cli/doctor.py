@@ -29,9 +29,11 @@ _FINDINGS = (
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Check this model.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="MODEL", help="Check this model.")
+    ] = None,
     config_file: Annotated[
-        str | None, typer.Option("--config", help="A TOML file of settings.")
+        str | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings.")
     ] = None,
     host: Host = None,
     bundle: Annotated[

@@ -29,14 +29,20 @@ def worker(
     discovery: Annotated[
         str,
         typer.Option(
+            metavar="PLACE",
             help="Dynamo's discovery: file:FOLDER (shared, writable), etcd (at ETCD_ENDPOINTS) "
-            "or kubernetes."
+            "or kubernetes.",
         ),
     ] = "",
-    namespace: Annotated[str, typer.Option(help="Dynamo's namespace.")] = "penstock",
-    component: Annotated[str, typer.Option(help="Dynamo's component in the namespace.")] = "worker",
+    namespace: Annotated[
+        str, typer.Option(metavar="NAME", help="Dynamo's namespace.")
+    ] = "penstock",
+    component: Annotated[
+        str, typer.Option(metavar="NAME", help="Dynamo's component in the namespace.")
+    ] = "worker",
     model_name: Annotated[
-        str | None, typer.Option(help="Model name for clients. Default: the daemon's.")
+        str | None,
+        typer.Option(metavar="NAME", help="Model name for clients. Default: the daemon's."),
     ] = None,
     drain_s: Annotated[
         float, typer.Option("--drain-s", help="Most seconds to wait for replies at the end.")

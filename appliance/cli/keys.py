@@ -29,7 +29,7 @@ def keys_group() -> None:
 @keys.command("new")
 def new_key(
     name: Annotated[str, typer.Argument(help="Name of the key's user in the log.")],
-    role: Annotated[str, typer.Option(help="viewer, user or operator.")] = "user",
+    role: Annotated[str, typer.Option(metavar="ROLE", help="viewer, user or operator.")] = "user",
 ) -> None:
     """Make a key; its line for the file goes to stdout, the key itself to stderr, once."""
     key, line = api_keys.new_key(name, role)
@@ -40,8 +40,10 @@ def new_key(
 @keys.command("add")
 def add_key(
     name: Annotated[str, typer.Argument(help="Name of the key's user in the log.")],
-    file: Annotated[str, typer.Option("--file", help="File of keys; created with mode 600.")],
-    role: Annotated[str, typer.Option(help="viewer, user or operator.")] = "user",
+    file: Annotated[
+        str, typer.Option("--file", metavar="FILE", help="File of keys; created with mode 600.")
+    ],
+    role: Annotated[str, typer.Option(metavar="ROLE", help="viewer, user or operator.")] = "user",
 ) -> None:
     """Make a key and add it to a file; the key itself goes to stdout, once."""
     key = api_keys.add_key(Path(file), name, role)

@@ -42,7 +42,9 @@ def ps(
     show_all: Annotated[
         bool, typer.Option("-a", "--all", help="Also recently finished ones.")
     ] = False,
-    user: Annotated[str | None, typer.Option("-u", "--user", help="Only this user's.")] = None,
+    user: Annotated[
+        str | None, typer.Option("-u", "--user", metavar="NAME", help="Only this user's.")
+    ] = None,
     state: Annotated[State | None, typer.Option(help="Only in this phase.")] = None,
     output: Output = Format.TABLE,
 ) -> None:
@@ -108,7 +110,9 @@ def top(
     replay: Annotated[
         str | None, typer.Option(metavar="FILE", help="Replay a file that `penstock record` wrote.")
     ] = None,
-    at: Annotated[str | None, typer.Option(help="Start of the replay: 14:02:11 or +5m.")] = None,
+    at: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Start of the replay: 14:02:11 or +5m.")
+    ] = None,
 ) -> None:
     """Open the live console, or replay a recording; plain text when piped."""
     wanted = {

@@ -26,7 +26,9 @@ from appliance.cli.terminal import ProgressLine
 from appliance.client.calls import Client, ClientError, GenerationFailed, Stream
 from appliance.observe.frame.figures import things
 
-System = Annotated[str | None, typer.Option("--system", "-s", help="Instructions to the model.")]
+System = Annotated[
+    str | None, typer.Option("--system", "-s", metavar="TEXT", help="Instructions to the model.")
+]
 Stats = Annotated[
     bool, typer.Option("--stats", "--verbose", help="Print timings on stderr at the end.")
 ]
@@ -54,7 +56,11 @@ FIELDS: Mapping[str, Any] = {
     "model": Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", help="Model to ask. Default: the one served.", autocompletion=model_ids
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="Model to ask. Default: the one served.",
+            autocompletion=model_ids,
         ),
     ],
     "max_tokens": Annotated[
@@ -70,7 +76,8 @@ FIELDS: Mapping[str, Any] = {
     ],
     "seed": Annotated[int | None, _number("seed", "Make sampling repeatable.")],
     "stop": Annotated[
-        list[str] | None, typer.Option(help="End the reply before this text. May be repeated.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End the reply before this text. May be repeated."),
     ],
 }
 """Fields of a request's body that are options of both verbs."""

@@ -58,11 +58,14 @@ def export(
 @db.command()
 def prune(
     older_than: Annotated[
-        str | None, typer.Option(help="Delete rows older than e.g. 30d or 8w.")
+        str | None, typer.Option(metavar="AGE", help="Delete rows older than e.g. 30d or 8w.")
     ] = None,
     max_size: Annotated[
         str | None,
-        typer.Option(help="Then delete the oldest rows until the log is smaller than e.g. 2GiB."),
+        typer.Option(
+            metavar="SIZE",
+            help="Then delete the oldest rows until the log is smaller than e.g. 2GiB.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print how much would be deleted.")

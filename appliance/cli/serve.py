@@ -68,13 +68,18 @@ def serve(
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option("--host", help="IP address for --port. Default: both of localhost."),
+        typer.Option(
+            "--host", metavar="IP", help="IP address for --port. Default: both of localhost."
+        ),
     ] = None,
     port: Annotated[
-        str | None, typer.Option("--port", "-p", help="TCP port: short for --listen HOST:PORT.")
+        str | None,
+        typer.Option(
+            "--port", "-p", metavar="PORT", help="TCP port: short for --listen HOST:PORT."
+        ),
     ] = None,
     config_file: Annotated[
-        str | None, typer.Option("--config", help="A TOML file of settings.")
+        str | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings.")
     ] = None,
     check_config: Annotated[
         bool, typer.Option("--check-config", help="Only check the settings and the model.")

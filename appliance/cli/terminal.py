@@ -39,7 +39,11 @@ _told = set[str]()
 Host = Annotated[
     str | None,
     typer.Option(
-        "--host", "-H", "--socket", help="Daemon to ask: socket path, http://... or ssh://..."
+        "--host",
+        "-H",
+        "--socket",
+        metavar="ADDRESS",
+        help="Daemon to ask: socket path, http://... or ssh://...",
     ),
 ]
 Output = Annotated[Format, typer.Option("--output", "-o", help="Output format.")]

@@ -43,9 +43,11 @@ class Text(NamedTuple):
 
 def verify(
     model: models.Name,
-    dtype: Annotated[str, typer.Option(help="As of serve; float32 is the strict test.")] = "auto",
-    weights: Annotated[str, typer.Option(help="As of serve.")] = "stored",
-    kv_dtype: Annotated[str, typer.Option(help="As of serve.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(metavar="CHOICE", help="As of serve; float32 is the strict test.")
+    ] = "auto",
+    weights: Annotated[str, typer.Option(metavar="CHOICE", help="As of serve.")] = "stored",
+    kv_dtype: Annotated[str, typer.Option(metavar="CHOICE", help="As of serve.")] = "auto",
     tokens: Annotated[int, typer.Option(min=1, max=512, help="Tokens of each output.")] = 32,
     output: Output = Format.TABLE,
 ) -> None:

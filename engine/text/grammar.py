@@ -245,7 +245,7 @@ def with_deep_stack(function: Callable[[], R]) -> R:
     try:
         return outcome.result(_LONGEST_S)
     except TimeoutError as error:
-        about = "no memory for a thread that compiles"
+        about = "the compiler has not answered: no memory or no core is left for it"
         raise Unavailable(about, code="busy", retry_after_ms=_RETRY_MS) from error
 
 
