@@ -1,6 +1,6 @@
-"""Give running sequences more blocks, and preempt the cheapest if none are free.
+"""Give running sequences more blocks, and have others preempted if none are free.
 
-Owns: which sequences are short of blocks.
+Owns: which sequences are short of blocks, and for which waiting one room is being made.
 Invariant: of two sequences short of a pool's blocks the older gets its blocks first; none is
 preempted while enough blocks are about to come back.
 Never: admits or ends a sequence.
@@ -9,52 +9,18 @@ Never: admits or ends a sequence.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 
 from engine.scheduler.cache.block_pool import BlockPool, BlockState
 from engine.scheduler.cache.ledger import Ledger
 from engine.scheduler.cache.topology import Topology
-from engine.scheduler.routing.worker_routes import MAX_PREEMPTIONS, positions_needed, whole_length
+from engine.scheduler.preemption import PoolShares, PreemptionCandidate, victim, victim_for
+from engine.scheduler.queue.queue import FairQueue
+from engine.scheduler.routing.worker_routes import positions_needed, whole_length
 from engine.scheduler.sequences.sequence import On, Sequence
 from engine.scheduler.sequences.sequence_table import SequenceTable, age
 from engine.wire.messages import Command, Extend, Extension, Release
-
-
-@dataclass(frozen=True, slots=True)
-class PreemptionCandidate:
-    """The facts about one sequence by which a victim is chosen."""
-
-    sequence: Sequence
-    num_freed: int
-    """Blocks of the pool that would become free."""
-    num_lost: int
-    """Positions that would have to be computed again: what others keep is not lost."""
-    is_short: bool = False
-    """It waits for blocks itself."""
-
-
-def victim(holders: Collection[PreemptionCandidate]) -> PreemptionCandidate | None:
-    """Choose the sequence to preempt: least to recompute per freed block; of equals the youngest.
-
-    Sequences that were preempted MAX_PREEMPTIONS times come last, and only while they are short
-    themselves: if all of them kept their blocks, none could continue.
-
-    Args:
-        holders: of blocks in one pool, with the oldest.
-
-    Returns:
-        None if only the oldest and such sequences are left.
-    """
-    oldest = min((age(holder.sequence) for holder in holders), default=None)
-    others = [one for one in holders if one.num_freed and age(one.sequence) != oldest]
-    fresh = [one for one in others if one.sequence.num_preemptions < MAX_PREEMPTIONS]
-    return max(fresh or [one for one in others if one.is_short], key=_gain, default=None)
-
-
-def _gain(holder: PreemptionCandidate) -> tuple[float, tuple[int, int]]:
-    return -holder.num_lost / holder.num_freed, age(holder.sequence)
 
 
 class BlockAllocator:
@@ -65,15 +31,23 @@ class BlockAllocator:
         topology: Topology,
         ledger: Ledger,
         sequences: SequenceTable,
+        queue: FairQueue,
         send: Callable[[str, Command], None],
     ) -> None:
         self._topology = topology
         self._ledger = ledger
         self._sequences = sequences
+        self._queue = queue
         self._send = send
         self._short: dict[int, Sequence] = {}
         self._leaving: dict[int, int] = {}
         """The generation that was told to release its blocks, by seq_id."""
+        self._promised: frozenset[str] = frozenset()
+        """Pools whose next free blocks are a waiting sequence's."""
+        self._over: set[str] = set()
+        """Owners above their shares when turns began."""
+        self.is_claimed = False
+        """Whether an owner within its share waits for blocks while others hold more than theirs."""
 
     def note(self, sequence: Sequence) -> None:
         """Note whether a sequence is short of blocks, after an admission or a step."""
@@ -102,6 +76,8 @@ class BlockAllocator:
             assert isinstance(sequence.where, On)
             worker = sequence.where.stage.worker
             pool = self._topology.pool_of(worker)
+            if pool in self._promised:  # a step or two, until others have left
+                continue
             if missing[pool] or (extension := self._extend(sequence, pool)) is None:
                 missing[pool] += self._lacking_cost(sequence)
                 continue
@@ -110,13 +86,96 @@ class BlockAllocator:
         for worker, batch in extensions.items():
             self._send(worker, Extend(batch))
         victims = self._victims(missing) if missing else []
+        self._dismiss(victims)
+        return [sequence for sequence in victims if not isinstance(sequence.where, On)]
+
+    def _dismiss(self, victims: Iterable[Sequence]) -> None:
+        """Tell workers to release the victims that they have."""
         for sequence in victims:
             if isinstance(sequence.where, On):
                 self._short.pop(sequence.seq_id, None)
                 self._leaving[sequence.seq_id] = sequence.generation
                 release = Release(sequence.seq_id, sequence.generation, "preempted")
                 self._send(sequence.where.stage.worker, release)
-        return [sequence for sequence in victims if not isinstance(sequence.where, On)]
+
+    # For sequences that wait
+
+    def begin_turns(self, most_sequences: int) -> set[str]:
+        """Begin to place what waits; no blocks are promised any more.
+
+        Returns:
+            owners that hold more than their shares of some pool, or of the sequences.
+        """
+        self._promised, self.is_claimed, self._over = frozenset(), False, set()
+        owners, holders = self._queue.owners(), self._sequences.holders()
+        if owners and len(owners.union(one.owner for one in holders)) > 1:
+            sizes, pools = self._ledger.table_sizes(), {one.pool for one in self._topology.workers}
+            self._over = self._sequence_shares(most_sequences).over()
+            self._over.update(*(self._pool_shares(pool, sizes[pool]).over() for pool in pools))
+        return set(self._over)
+
+    def make_room(
+        self, sequence: Sequence, needed: Mapping[str, int], num_available: Mapping[str, int]
+    ) -> None:
+        """Have others preempted for a waiting sequence, if that is its owner's due and enough.
+
+        One at a time: what becomes free is promised to it.
+
+        Args:
+            sequence: waits for blocks, and for nothing else.
+            needed: blocks by pool.
+            num_available: blocks by pool, free or shared with others.
+        """
+        if not self._over - {sequence.owner}:
+            return
+        self.is_claimed |= sequence.owner not in self._over
+        if self._promised:
+            return
+        chosen: dict[int, Sequence] = {}
+        costs = {name: self._ledger.pools[name].max_cost(n) for name, n in needed.items()}
+        short = [name for name in sorted(costs) if costs[name] > num_available[name]]
+        for pool in short:
+            missing = costs[pool] - num_available[pool] - self._num_draining(pool)
+            coming, holders = self._candidates(pool, chosen)
+            holders = [one for one in holders if isinstance(one.sequence.where, On)]
+            shares = self._pool_shares(pool, self._ledger.table_sizes()[pool])
+            while coming < missing:
+                wanted = costs[pool], missing - coming
+                found = victim_for(sequence.owner, *wanted, holders, shares)
+                if found is None:
+                    return
+                holders.remove(found)
+                chosen[found.sequence.seq_id] = found.sequence
+                coming += found.num_freed
+                shares.held[found.owner] -= found.num_freed
+        self._promised = frozenset(short)
+        self._dismiss(chosen.values())
+
+    def make_place(self, sequence: Sequence, most_sequences: int) -> None:
+        """Have a sequence preempted for the first of an owner, where workers take no more."""
+        if self._leaving:
+            return
+        on_workers = [one for one in self._sequences.held() if isinstance(one.where, On)]
+        holders = [PreemptionCandidate(one, 1, one.num_computed_tokens) for one in on_workers]
+        shares = self._sequence_shares(most_sequences)
+        found = victim_for(sequence.owner, 1, 1, holders, shares)
+        self._dismiss([] if found is None else [found.sequence])
+
+    def _sequence_shares(self, most_sequences: int) -> PoolShares:
+        sizes = [(one.owner, 1) for one in self._sequences.held()]
+        return PoolShares(most_sequences, sizes, self._queue.owners(), self._queue.weights)
+
+    def _pool_shares(self, pool: str, sizes: Mapping[int, int]) -> PoolShares:
+        """Compare what owners hold of a pool, without the sequences that leave, with their shares.
+
+        Args:
+            pool: its name.
+            sizes: each sequence's blocks there.
+        """
+        staying = [one for one in self._sequences.holders() if not self._leaves(one)]
+        each = [(one.owner, sizes[one.seq_id]) for one in staying if one.seq_id in sizes]
+        capacity = self._ledger.pools[pool].capacity
+        return PoolShares(capacity, each, self._queue.owners(), self._queue.weights)
 
     def _extend(self, sequence: Sequence, pool: str) -> Extension | None:
         """Take what a sequence lacks; None: too few blocks are free."""
@@ -197,26 +256,42 @@ class BlockAllocator:
         """Choose the fewest victims that, with blocks about to be free, free enough."""
         chosen: dict[int, Sequence] = {}
         for pool in sorted(missing):
-            kv_pool = self._ledger.pools[pool]
-            coming = kv_pool.num_free + kv_pool.counts[BlockState.DRAINING] - kv_pool.num_stuck
-            holders = []
-            for sequence in self._sequences.holders():
-                table = self._ledger.table(sequence.seq_id, pool)
-                records = chain(*self._ledger.records(sequence.seq_id, pool))
-                num_freed = self._num_freed(kv_pool, chain(table, records))
-                if self._leaves(sequence) or sequence.seq_id in chosen:
-                    coming += num_freed
-                elif table:
-                    num_lost = self._num_lost(sequence, kv_pool)
-                    is_short = sequence.seq_id in self._short
-                    holders.append(PreemptionCandidate(sequence, num_freed, num_lost, is_short))
-            while coming < missing[pool] and (found := victim(holders)) is not None:
+            leaving, holders = self._candidates(pool, chosen)
+            coming = self._ledger.pools[pool].num_free + self._num_draining(pool) + leaving
+            shares = self._pool_shares(pool, self._ledger.table_sizes()[pool])
+            while coming < missing[pool]:
+                if (found := victim(holders, shares)) is None:
+                    break
                 holders.remove(found)
                 chosen[found.sequence.seq_id] = found.sequence
                 coming += found.num_freed
+                shares.held[found.owner] -= found.num_freed
                 if found.sequence.seq_id in self._short:
                     missing[pool] -= self._lacking_cost(found.sequence)
         return list(chosen.values())
+
+    def _num_draining(self, pool: str) -> int:
+        """Count the blocks that become free once commands have been answered."""
+        kv_pool = self._ledger.pools[pool]
+        return kv_pool.counts[BlockState.DRAINING] - kv_pool.num_stuck
+
+    def _candidates(
+        self, pool: str, chosen: Collection[int]
+    ) -> tuple[int, list[PreemptionCandidate]]:
+        """Count the blocks of sequences that leave or are chosen, and list the other holders."""
+        kv_pool, leaving = self._ledger.pools[pool], 0
+        holders: list[PreemptionCandidate] = []
+        for sequence in self._sequences.holders():
+            table = self._ledger.table(sequence.seq_id, pool)
+            records = chain(*self._ledger.records(sequence.seq_id, pool))
+            num_freed = self._num_freed(kv_pool, chain(table, records))
+            if self._leaves(sequence) or sequence.seq_id in chosen:
+                leaving += num_freed
+            elif table:
+                num_lost = self._num_lost(sequence, kv_pool)
+                is_short = sequence.seq_id in self._short
+                holders.append(PreemptionCandidate(sequence, num_freed, num_lost, is_short))
+        return leaving, holders
 
     def _num_lost(self, sequence: Sequence, kv_pool: BlockPool) -> int:
         """Positions that it would compute again, were its blocks given to others.

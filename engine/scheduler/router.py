@@ -1,9 +1,9 @@
 """Admit, hand off and recover sequences: events in, commands out.
 
 Owns: every sequence from submit to its last released block, and the ledger.
-Invariants: in scan order no sequence that holds blocks waits behind one that holds none, and
-nothing new passes one that was preempted; what admission takes is taken in all pools of a
-sequence's stages together, or in none; each sequence ends once.
+Invariants: in scan order no sequence that holds blocks waits behind one that holds none, and none
+of an owner's passes one of its own that was preempted; what admission takes is taken in all pools
+of a sequence's stages together, or in none; each sequence ends once.
 Never: waits, reads a clock (now_ns is given), knows text, HTTP or SQL.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain, count
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ from engine.scheduler.sequences.sequence import (
     Sequence,
     Waiting,
 )
-from engine.scheduler.sequences.sequence_table import SequenceTable, age
+from engine.scheduler.sequences.sequence_table import SequenceTable
 from engine.scheduler.snapshot import (
     RolesSnapshot,
     Snapshot,
@@ -119,7 +119,8 @@ class Router:
         self.queue = queue
         """New, and holding no blocks."""
         self.at = SequenceTable()
-        self.allocator = BlockAllocator(topology, ledger, self.at, send)
+        queue.paused = self.at.paused
+        self.allocator = BlockAllocator(topology, ledger, self.at, queue, send)
         self._waits = PromptWaits(
             self.at,
             queue,
@@ -148,7 +149,7 @@ class Router:
         self.dispatch(now_ns)
 
     def resume(self, sequences: list[Sequence], now_ns: int) -> None:
-        """Continue sequences of a daemon that died, before the queue.
+        """Continue sequences of a daemon that died, each before its owner's new ones.
 
         Raises:
             RequestError: they do not fit the pools any more.
@@ -159,6 +160,7 @@ class Router:
         for sequence in unfinished:
             if (chain := sequence.prefix) is not None:  # its output may be cached, too
                 chain.grow(sequence.tokens_between(chain.num_tokens, sequence.num_tokens))
+            self.queue.wait_again(sequence)
             self.at.put(sequence, Paused())
         self.counters.recovered_sequences += len(unfinished)
         self.dispatch(now_ns)
@@ -271,7 +273,7 @@ class Router:
                 if outcome.yields:
                     self._send(worker, Release(told.seq_id, told.generation))
         waits_for_prompts = bool(self.queue) or self.copies.waits_for_slots
-        is_waited = bool(self.at.resuming or self.at.paused)
+        is_waited = bool(self.at.resuming or self.at.paused or self.allocator.is_claimed)
         needs_dispatch = is_waited or (waits_for_prompts and step.num_prefill_tokens > 0)
         for entry in step.entries:
             key = ("admit", entry.seq_id, entry.generation)
@@ -302,7 +304,7 @@ class Router:
     # Placement
 
     def dispatch(self, now_ns: int) -> None:
-        """Place all that can be placed: sequences with blocks, preempted ones, the queue."""
+        """Place all that can be placed: sequences with blocks, then the others by owners' turns."""
         self.prefix_copies.settle(self.roles.open_workers)
         for sequence in list(self.at.moving.values()):
             self._arrive(sequence, now_ns)
@@ -310,8 +312,11 @@ class Router:
             self._resume(sequence, now_ns)
         self._grow(now_ns)
         self.queue.served(bool(self.roles.ready_workers), now_ns)
+        most = MAX_RUNNING_SEQUENCES * len(self.topology.playing(DECODE))
+        over = self.allocator.begin_turns(most)
         if (self.at.paused or self.queue) and self.roles.ready_workers:
-            self._dispatch_queue(now_ns)
+            self._dispatch_queue(over, most, now_ns)
+        self._grow(now_ns)
         self.copies.pump(self.roles.ready_workers, self._send)
         self.roles.settle(self.at.held())
 
@@ -321,23 +326,39 @@ class Router:
             for sequence in victims:
                 self._pause(sequence, now_ns)
 
-    def _dispatch_queue(self, now_ns: int) -> None:
-        """Place what holds no blocks; nothing new while one that did does not fit."""
+    def _dispatch_queue(self, over: Collection[str], most: int, now_ns: int) -> None:
+        """Place what holds no blocks, by owners' turns.
+
+        Args:
+            over: owners that hold more than their shares, and come last.
+            most: sequences at workers.
+            now_ns: CLOCK_MONOTONIC.
+        """
         ahead = PromptsAhead(self.at.running.values(), self.max_num_batched_tokens, now_ns)
         num_free, there = self.allocator.num_free(), self.roles.open_workers
-        most = MAX_RUNNING_SEQUENCES * len(self.topology.playing(DECODE))
-        paused = sorted(self.at.paused.values(), key=age)
-        for sequence in chain(paused, self.queue.in_order(now_ns)):
-            is_full = not any(num_free[worker.pool] > 0 for worker in self.topology.workers)
-            if len(self.at.running) + len(self.at.moving) >= most or is_full:
+        held_up: set[str] = set()
+        waits_within = False
+        for sequence in self.queue.in_order(now_ns, over):
+            if len(self.at.running) + len(self.at.moving) >= most:
+                self.allocator.make_place(sequence, most)
+                break
+            if sequence.owner in over and waits_within:
                 break
             is_paused = isinstance(sequence.where, Paused)
-            if not is_paused and self.prefixes.is_coming(sequence, ahead, there):
+            if sequence.owner in held_up:
                 continue
-            if self._place(sequence, ahead, num_free, now_ns):
+            is_coming = not is_paused and self.prefixes.is_coming(sequence, ahead, there)
+            if not is_coming and self._place(sequence, ahead, num_free, now_ns):
                 ahead.add(sequence)
                 num_free = self.allocator.num_free()
-            elif is_paused or now_ns - sequence.stamps.arrived_ns > STARVATION_NS:
+                continue
+            waits_within |= sequence.owner not in over
+            if is_coming:
+                continue
+            is_full = not any(num_free[worker.pool] > 0 for worker in self.topology.workers)
+            if is_paused or is_full:
+                held_up.add(sequence.owner)
+            if now_ns - sequence.waits_since_ns > STARVATION_NS:
                 break
 
     def _place(
@@ -352,7 +373,11 @@ class Router:
         open_workers = ahead.with_fewer_than(2 * self.max_num_batched_tokens, sequence, there)
         prefixes, hits = self.prefixes, self.prefixes.hits(sequence)
         num_available = prefixes.num_available(sequence, hits, num_free)
-        if not open_workers or not self.routes.fits(sequence, num_available):
+        if not open_workers:
+            return False
+        if not self.routes.fits(sequence, num_available):
+            usual = self.routes.usual_needs(sequence)
+            self.allocator.make_room(sequence, usual, num_available)
             return False
         if self.prefix_copies.is_awaited(sequence) or prefixes.waits_for_restore(sequence, there):
             return False
@@ -366,8 +391,12 @@ class Router:
         if not self.routes.has_capacity(sequence, stages):  # with its output it is too long to move
             stages = route_stages(sequence, Pair(choice.pair.decode, choice.pair.decode))
         needed = self.routes.needs(sequence, stages)
-        fits = stages[0].worker in open_workers and self.routes.fits_in(needed, num_available)
-        if not fits or prefixes.fetch(sequence, stages[0].worker, hits, there):
+        if stages[0].worker not in open_workers:
+            return False
+        if not self.routes.fits_in(needed, num_available):
+            self.allocator.make_room(sequence, needed, num_available)
+            return False
+        if prefixes.fetch(sequence, stages[0].worker, hits, there):
             return False
         if not prefixes.reserve(sequence, stages, needed):
             return False
@@ -382,6 +411,9 @@ class Router:
             )
         if isinstance(sequence.where, Waiting):
             self.queue.take(sequence, now_ns)
+        else:
+            self.queue.take_again(sequence)
+            sequence.come_back()
         self._admit(sequence, stages[0], now_ns)
         return True
 
@@ -420,7 +452,7 @@ class Router:
         if self.recovery.lacks_blocks(sequence):
             if (other := self._other(sequence)) is not None:
                 self.at.put(sequence, Waiting(other))
-            else:  # the workers of prompts are full: it is placed before the queue
+            else:  # the workers of prompts are full: it waits for its owner's turn
                 self._pause(sequence, now_ns)
         elif self._may_run(sequence, target.worker):
             self.recovery.arrive(sequence)
@@ -502,6 +534,7 @@ class Router:
         self.prefixes.release_preempted(sequence)
         sequence.lose_blocks(now_ns)
         self.counters.preemptions += 1
+        self.queue.wait_again(sequence)
         self.at.put(sequence, Paused())
 
     # What operators, settings and deadlines change

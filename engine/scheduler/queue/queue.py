@@ -5,7 +5,8 @@ its prompt; an output token is charged when it is generated, because the number 
 Both are divided by the owner's weight. Prompt tokens that were not computed are refunded at the
 end. The least charged owner is next: weight two gets twice as much while all wait. An owner that
 begins to wait starts level with the least charged waiting owner, so no owner saves up a share. When
-the queue is empty all charges are forgotten: tokens that no other owner wanted were free.
+nothing waits all charges are forgotten: tokens that no other owner wanted were free. Preempted
+sequences have their owner's turns, before its new ones.
 
 Owns: the order of the queue, and the charge of each owner.
 Invariants: of two owners that keep waiting, neither gets ahead of its share by more than one prompt
@@ -17,11 +18,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from engine.errors import InvariantViolated, QueueFull
 from engine.scheduler.queue.waiting_limit import MAX_RETRY_MS, WaitingLimit
 from engine.scheduler.sequences.sequence import Phase, Sequence
+from engine.scheduler.sequences.sequence_table import age
 from engine.wire.prompt_order import prefill_key
 
 
@@ -40,6 +42,8 @@ class FairQueue:
         """
         self.weights: Mapping[str, float] = {}
         """Weights by owner; the default is 1. A change holds for later placements."""
+        self.paused: Mapping[int, Sequence] = {}
+        """Preempted sequences by id: their owners wait, too."""
         self._pending: dict[int, int] = {}
         """Prompt tokens of placed sequences without a first token."""
         self._promised: dict[str, float] = {}
@@ -133,14 +137,23 @@ class FairQueue:
 
     def _enter(self, sequences: list[Sequence], num_tokens: int) -> None:
         owner = sequences[0].owner
-        if owner not in self._waiting:
-            level = min((self._charged[other] for other in self._waiting), default=0)
-            self._charged[owner] = max(self._charged.get(owner, 0), level)
-            self._waiting[owner] = {}
+        self._begin(owner)
+        self._waiting.setdefault(owner, {})
         for sequence in sequences:
             self._waiting[owner][sequence.seq_id] = sequence
         self._sequences.enter(owner, len(sequences))
         self._tokens.enter(owner, num_tokens)
+
+    def _begin(self, owner: str) -> None:
+        """Let an owner wait, level with the least charged one that does."""
+        others = self.owners()
+        if not others:
+            self._promised.clear()
+            self._charged.clear()
+            self._placed.clear()
+        if owner not in others:
+            level = min((self._charged[other] for other in others), default=0)
+            self._charged[owner] = max(self._charged.get(owner, 0), level)
 
     def _promise(self, owner: str, retry_ms: int | None, turn_ms: float, now_ns: int) -> int:
         """Choose when a refused client should retry: once there is room, one at a time.
@@ -152,14 +165,28 @@ class FairQueue:
         self._promised[owner] = min(slot_ns, now_ns + MAX_RETRY_MS * 1e6)
         return math.ceil((self._promised[owner] - now_ns) / 1e6)
 
-    def in_order(self, now_ns: int) -> Iterator[Sequence]:
-        """Yield waiting sequences, the next one first; taking one moves its owner back."""
-        return self._by_turns(self._charged, now_ns)
+    def owners(self) -> set[str]:
+        """Return the owners of which something waits."""
+        return {*self._waiting, *(sequence.owner for sequence in self.paused.values())}
+
+    def in_order(self, now_ns: int, last: Collection[str] = ()) -> Iterator[Sequence]:
+        """Yield waiting sequences, the next one first; taking one moves its owner back.
+
+        An owner's preempted sequences go before its new ones.
+
+        Args:
+            now_ns: CLOCK_MONOTONIC, for ageing.
+            last: owners that come after all others.
+        """
+        paused: dict[str, list[Sequence]] = {}
+        for sequence in sorted(self.paused.values(), key=age, reverse=True):
+            paused.setdefault(sequence.owner, []).append(sequence)
+        return self._by_turns(self._charged, now_ns, paused, last)
 
     def forecast(self, now_ns: int) -> Iterator[Sequence]:
         """Yield waiting sequences in the order of the queue if no others come."""
         charged = dict(self._charged)
-        for sequence in self._by_turns(charged, now_ns):
+        for sequence in self._by_turns(charged, now_ns, {}, ()):
             charged[sequence.owner] += sequence.num_uncached_tokens / self._weight(sequence.owner)
             yield sequence
 
@@ -167,23 +194,30 @@ class FairQueue:
         return self.weights.get(owner, 1.0)
 
     def _share(self, owner: str) -> float:
-        return self._weight(owner) / sum(map(self._weight, {owner, *self._waiting}))
+        return self._weight(owner) / sum(map(self._weight, {owner, *self.owners()}))
 
-    def _by_turns(self, charged: dict[str, float], now_ns: int) -> Iterator[Sequence]:
+    def _by_turns(
+        self,
+        charged: dict[str, float],
+        now_ns: int,
+        paused: Mapping[str, list[Sequence]],
+        last: Collection[str],
+    ) -> Iterator[Sequence]:
         def key(sequence: Sequence) -> float:
             return prefill_key(sequence.num_uncached_tokens, now_ns - sequence.stamps.arrived_ns)
 
         # Of owners charged alike the one with less waiting is first: it is the newcomer.
-        turns = [
-            (charged[owner], len(waiting), owner, sorted(waiting.values(), key=key)[::-1])
-            for owner, waiting in self._waiting.items()
-        ]
+        turns = []
+        for owner in {*self._waiting, *paused}:
+            new = sorted(self._waiting.get(owner, {}).values(), key=key)
+            rest = new[::-1] + paused.get(owner, [])
+            turns.append((owner in last, charged[owner], len(rest), owner, rest))
         heapq.heapify(turns)
         while turns:
-            _, num_waiting, owner, rest = heapq.heappop(turns)
+            is_last, _, num_waiting, owner, rest = heapq.heappop(turns)
             yield rest.pop()
             if rest:
-                heapq.heappush(turns, (charged[owner], num_waiting, owner, rest))
+                heapq.heappush(turns, (is_last, charged[owner], num_waiting, owner, rest))
 
     def served(self, is_served: bool, now_ns: int) -> None:
         """Note whether any worker takes sequences from the queue.
@@ -204,6 +238,14 @@ class FairQueue:
         self._charged[sequence.owner] += charge / weight
         self._pending[sequence.seq_id] = sequence.num_prompt_tokens
         self._remove(sequence)
+
+    def wait_again(self, sequence: Sequence) -> None:
+        """Let the owner of a sequence wait that has lost its blocks, or its daemon."""
+        self._begin(sequence.owner)
+
+    def take_again(self, sequence: Sequence) -> None:
+        """Go on charging for a sequence that is placed again; what is computed again is free."""
+        self._placed.setdefault(sequence.seq_id, (0, self._weight(sequence.owner)))
 
     def generated(self, sequence: Sequence, num_tokens: int) -> None:
         """Charge the owner for new output tokens."""
@@ -257,10 +299,6 @@ class FairQueue:
         self._tokens.leave(sequence.owner, sequence.num_prompt_tokens)
         if not waiting:
             del self._waiting[sequence.owner]
-        if not self._waiting:
-            self._promised.clear()
-            self._charged.clear()
-            self._placed.clear()
 
 
 class PromptsAhead:

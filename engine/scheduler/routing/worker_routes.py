@@ -143,6 +143,13 @@ class Routes:
             sequence, stages, positions_needed(sequence), self._topology, self._ledger.pools
         )
 
+    def usual_needs(self, sequence: Sequence) -> dict[str, int]:
+        """Blocks by pool that the first route needs which could hold a sequence to its end."""
+        routes = [route_stages(sequence, pair) for pair in (*self._moving, *self._staying)]
+        return self.needs(
+            sequence, next((r for r in routes if self.has_capacity(sequence, r)), routes[0])
+        )
+
     def fits_in(self, needed: Mapping[str, int], num_available: Mapping[str, int]) -> bool:
         """Say whether tables of these lengths need no more blocks than are available, by pool."""
         pools = self._ledger.pools

@@ -57,7 +57,7 @@ class Waiting(NamedTuple):
 
 
 class Paused(NamedTuple):
-    """Preempted: it has no blocks, and is placed before the queue."""
+    """Preempted: it has no blocks, and is placed before its owner's new ones."""
 
 
 class On(NamedTuple):
@@ -79,6 +79,9 @@ class Ended(NamedTuple):
     worker: str | None = None
     """Where it was, or went, in the end; None: it was nowhere."""
 
+
+PROMPT_PER_OUTPUT = 8
+"""Tokens that are computed again in the time of an output token, roughly."""
 
 Where = Waiting | Paused | On | Moving | Ended
 QUEUED = Waiting()
@@ -220,6 +223,10 @@ class Sequence:
     num_recoveries: int = 0
     num_preemptions: int = 0
     """Times that its blocks were taken away for others."""
+    lost_blocks_ns: int | None = None
+    """When they were taken last; None: never."""
+    keeps_blocks_until: int = 0
+    """Number of tokens until which its owner's last blocks stay, if they are its own."""
     num_failed_copies: int = 0
     """Handoffs of its blocks that failed."""
     num_suspicions: int = 0
@@ -279,7 +286,12 @@ class Sequence:
         self.forget_computed()
         self.computed_in = None
         self.num_preemptions += 1
+        self.lost_blocks_ns = now_ns
         self.stamps.pause(now_ns)
+
+    def come_back(self) -> None:
+        """Note that it has blocks again, and gains more than it costs until it may lose them."""
+        self.keeps_blocks_until = self.num_tokens + self.num_tokens // PROMPT_PER_OUTPUT + 1
 
     @property
     def phase(self) -> Phase:
@@ -322,6 +334,11 @@ class Sequence:
     def owner(self) -> str:
         """The owner that it is charged to in the queue."""
         return self.spec.owner
+
+    @property
+    def waits_since_ns(self) -> int:
+        """When it came, or lost its blocks."""
+        return self.lost_blocks_ns or self.stamps.arrived_ns
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -22,7 +22,7 @@ class SequenceTable:
 
     def __init__(self) -> None:
         self.paused: dict[int, Sequence] = {}
-        """Preempted, without blocks; placed before the queue, the oldest first. All by seq_id."""
+        """Preempted, without blocks; placed in the order of the queue. All by seq_id."""
         self.resuming: dict[int, Sequence] = {}
         """Waiting and holding blocks, after a worker's death or where it yielded; placed first."""
         self.running: dict[int, Sequence] = {}
