@@ -94,7 +94,7 @@ Swap = Callable[[], Awaitable[str | None]]
 @dataclass(slots=True, eq=False)
 class _WaitingRequest:
     name: str
-    """The model's name; empty: any."""
+    """The model's name; empty: unknown, so that any refuses it."""
     asker: IncomingRequest
     cancelled_by: str | None = None
     is_in: asyncio.Future[None] = field(
@@ -160,9 +160,15 @@ class Swaps(AbstractContextManager[None]):
         self._last_swap_ms: float | None = None
 
     def name_of(self, asked: str) -> str:
-        """Find the model that a requested name means; empty: the served one, by another name."""
+        """Find the model that a requested name means: the first where a request names none.
+
+        Returns:
+            empty for a name that is not known: the served model refuses it.
+        """
         plain = asked.removesuffix(":latest")
-        is_alias = bool(plain) and any(fnmatchcase(plain, one) for one in self._aliases)
+        if not plain:
+            return self._first
+        is_alias = any(fnmatchcase(plain, one) for one in self._aliases)
         names = (asked, plain, plain.removesuffix(".gguf"))
         known = next((name for name in names if name in self.names), "")
         return known or (self._first if is_alias else "")
@@ -471,7 +477,7 @@ class Swaps(AbstractContextManager[None]):
         return any(each.name == name for each in self._waiting)
 
     def _let_in(self) -> None:
-        """Admit every waiting request for the served model, or for any."""
+        """Admit every waiting request for the served model, or for one that is not known."""
         for one in [each for each in self._waiting if each.name in ("", self.current)]:
             self._take(one)
             self._num_entering += 1

@@ -372,7 +372,7 @@ def test_a_name_is_also_known_as_ollamas_clients_write_it() -> None:
         swaps = House().swaps
         return [swaps.name_of(name) for name in ("b", "b:latest", "c:7b", "", "claude-x")]
 
-    assert asyncio.run(names()) == ["b", "b", "", "", ""]
+    assert asyncio.run(names()) == ["b", "b", "", "a", ""]
 
 
 async def test_an_alias_means_the_first_model_whichever_is_served() -> None:
@@ -386,7 +386,13 @@ async def test_an_alias_means_the_first_model_whichever_is_served() -> None:
         aliases=["gpt-*"],
     )
     asked = ("gpt-4:latest", "gpt-4", "b", "", "claude", "a")
-    assert [house.swaps.name_of(each) for each in asked] == ["a", "a", "b", "", "", "a"]
+    assert [house.swaps.name_of(each) for each in asked] == ["a", "a", "b", "a", "", "a"]
+
+
+async def test_who_names_no_model_gets_the_first_whatever_others_have_swapped_in() -> None:
+    house = House()
+    assert await house.request("b") == "b"
+    assert await house.request(house.swaps.name_of("")) == "a"
 
 
 async def test_at_the_end_nobody_is_left_waiting() -> None:
