@@ -38,6 +38,7 @@ from appliance.daemon.models.swapping import Swapping
 from appliance.daemon.process.disk_reads import read_in_thread
 from appliance.daemon.process.limits import raise_limit, standing_threads
 from appliance.daemon.process.log_lines import Formatter, has_terminal, own_command
+from appliance.daemon.process.repeated_lines import RepeatedLines
 from appliance.daemon.process.stacks import wait_for_signal
 from appliance.daemon.requests.request import CLIENT_CLOSED_REQUEST, HUNG_UP
 from appliance.daemon.requests.row import LogRow, kept_frame
@@ -101,7 +102,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     """
     if sys.platform != "linux":
         raise PenstockError("penstock runs on Linux only", where=sys.platform)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = RepeatedLines(sys.stderr)
     handler.setFormatter(Formatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
@@ -121,6 +122,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     stacks_fd = wait_for_signal(config.state_dir)
     try:
         daemon = _Daemon(config, load_config, placed, passed, stacks_fd)
+        daemon.say_counts = handler.say_counts
         daemon.last_end = os.environ.pop(ENDED_BY, "")
         daemon.is_under_nohup = is_under_nohup
         return asyncio.run(daemon.run(policy))
@@ -206,6 +208,8 @@ class _Daemon:
         self._restarting: asyncio.Task[None] | None = None
         self._stopped_by = ""
         self._has_terminal = has_terminal()
+        self.say_counts: Callable[[], None] = lambda: None
+        """Writes how often lines of one kind have repeated, if that is due."""
         self.is_under_nohup = False
         self.last_end = ""
         """How the daemon before ended, as the keeper says: a signal, or `restart`."""
@@ -551,6 +555,7 @@ class _Daemon:
         while True:
             await asyncio.sleep(FRAME_INTERVAL_S)
             self._service.make_frame()
+            self.say_counts()
 
     async def _keep_watch(self) -> None:
         """Keep the deadlines, and tell systemd that this loop turns, and this task with it."""

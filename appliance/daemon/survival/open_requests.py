@@ -158,11 +158,12 @@ def _read(path: Path) -> tuple[list[LogRow], list[LogRow]]:
         return [], []
     answered: dict[str, LogRow] = {}
     cut: dict[str, LogRow] = {}
+    torn: list[tuple[int, Exception]] = []
     for number, line in enumerate(lines, 1):
         try:
             row = msgspec.json.decode(line, type=LogRow)
         except NOT_JSON as error:  # torn by a full disk, or another version's
-            _LOG.warning("%s:%d: an unfinished request cannot be read: %s", path, number, error)
+            torn.append((number, error))
             continue
         if row.finish_reason is not None:
             answered[row.rid] = row
@@ -173,4 +174,7 @@ def _read(path: Path) -> tuple[list[LogRow], list[LogRow]]:
         cut[row.rid] = msgspec.structs.replace(
             row, http_status=status, finish_reason="error", error=CUT, completion_tokens=None
         )
+    if torn:
+        first, why = torn[0]
+        _LOG.warning("%s:%d: the first of %d unreadable lines: %s", path, first, len(torn), why)
     return [*answered.values()], [*cut.values()]
