@@ -403,7 +403,8 @@ _LOG: Json = {
         dict.fromkeys(("requests", "errors", "prompt_tokens", "completion_tokens"), COUNT)
         | dict.fromkeys(("prefill_ms", "decode_ms"), _MS)
         | dict.fromkeys(("prefill_j", "decode_j", "energy_j", "j_per_token"), _JOULES),
-        dict.fromkeys(("user", "model", "day"), STRING) | {"refused": COUNT},
+        dict.fromkeys(("user", "model", "day"), STRING)
+        | {"refused": COUNT, "refused_most": _TEXT_OR_NULL},
     ),
 }
 

@@ -157,7 +157,7 @@ TEXTS = (
 
 def usage(by: str) -> tuple[TableColumn, ...]:
     """List the columns of sums by `user`, `model` or `day`."""
-    refused = () if by == "model" else (TableColumn("REFUSED", "refused", count),)
+    refused = (TableColumn("REFUSED", "refused", count), TableColumn("MOST BY", "refused_most"))
     return (
         TableColumn(by.upper(), by),
         TableColumn("REQUESTS", "requests", count),
@@ -168,5 +168,5 @@ def usage(by: str) -> tuple[TableColumn, ...]:
         TableColumn("DECODE", "decode_ms", duration),
         TableColumn("ENERGY", "energy_j", joules),
         TableColumn("J/TOKEN", "j_per_token", joules),
-        *refused,
+        *(() if by == "model" else refused),
     )

@@ -206,6 +206,7 @@ USAGE = [
         "energy_j": 1244.5,
         "j_per_token": 2.430664,
         "refused": 135381,
+        "refused_most": "python3 4711 (404)",
     },
     {
         "user": HOSTILE,

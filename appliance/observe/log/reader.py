@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from appliance.observe.log.query import SEVERITIES, EventQuery, RowQuery, SlowFilter, UsageQuery
 from engine.errors import FileError, PenstockError
@@ -123,22 +124,38 @@ def read_usage(path: Path, query: UsageQuery) -> list[_Json]:
         return usage if query.by == "model" else _with_refused(usage, _refused(db, query), query.by)
 
 
-def _refused(db: sqlite3.Connection, query: UsageQuery) -> dict[str, int]:
+class _Refused(NamedTuple):
+    """Refused requests of a user or day."""
+
+    number: int = 0
+    most_by: str | None = None
+    """The caller refused most often, with the status; None: unknown."""
+
+
+def _refused(db: sqlite3.Connection, query: UsageQuery) -> dict[str, _Refused]:
     """Count refused requests by user or day; a log of an earlier release has none."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'refusals'").fetchone():
         return {}
     where, values = _where(("at >= ?", query.since), ("at < ?", query.until))
-    sql = f"SELECT {_REFUSED_BY[query.by]}, sum(number) FROM refusals{where} GROUP BY 1 ORDER BY 1"
-    return dict(map(tuple, db.execute(sql, values)))
+    sql = (
+        f"SELECT {_REFUSED_BY[query.by]}, client, status, sum(number) FROM refusals{where}"
+        " GROUP BY 1, 2, 3 ORDER BY 1, 4 DESC, 2, 3"
+    )
+    refused: dict[str, _Refused] = {}
+    for name, client, status, number in db.execute(sql, values):
+        before = refused.get(name) or _Refused(0, f"{client} ({status})" if client else None)
+        refused[name] = before._replace(number=before.number + number)
+    return refused
 
 
-def _with_refused(usage: list[_Json], refused: dict[str, int], by: str) -> list[_Json]:
+def _with_refused(usage: list[_Json], refused: dict[str, _Refused], by: str) -> list[_Json]:
     """Add the refused requests; a user or day without others gets a row at the end."""
-    for row in usage:
-        row["refused"] = refused.pop(str(row[by]), 0)
     counts = dict.fromkeys(("requests", "errors", "prompt_tokens", "completion_tokens"), 0)
     sums = dict.fromkeys((*_SUMS_MS, *_SUMS_J))
-    usage += [{by: name, **counts, **sums, "refused": num} for name, num in refused.items()]
+    named = {row[by] for row in usage}
+    usage += [{by: name, **counts, **sums} for name in refused if name not in named]
+    for row in usage:
+        row["refused"], row["refused_most"] = refused.get(str(row[by]), _Refused())
     return sorted(usage, key=lambda row: str(row[by])) if by == "day" else usage
 
 

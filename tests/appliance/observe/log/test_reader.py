@@ -140,6 +140,7 @@ def test_usage_is_summed_by_user_with_the_most_tokens_first(path: Path) -> None:
             "decode_ms": decode_ms,
             **dict.fromkeys(("prefill_j", "decode_j", "energy_j", "j_per_token")),
             "refused": 0,
+            "refused_most": None,
         }
         for user, requests, errors, prefill_ms, decode_ms in [
             ("ann", 2, 0, 14.0, 18.0),
@@ -160,6 +161,8 @@ def test_refused_requests_are_summed_by_user_and_by_day_and_have_rows_of_their_o
     )
     refused = {row["user"]: row["refused"] for row in read_usage(path, UsageQuery())}
     assert refused == {"ann": 135_017, "key:bob": 0, "uid:1000": 0, "eve": 3}
+    most = {row["user"]: row["refused_most"] for row in read_usage(path, UsageQuery())}
+    assert (most["ann"], most["eve"]) == ("python 9495 (404)", "10.0.0.7:1 (401)")
     eve = read_usage(path, UsageQuery())[-1]
     assert (eve["user"], eve["requests"], eve["prefill_ms"]) == ("eve", 0, None)
     days = read_usage(path, UsageQuery(by="day", until=DAYS[1]))
