@@ -103,7 +103,13 @@ THRESHOLDS = (
     ),
     Threshold("state.degraded", state_degraded, None, 1, "no longer degraded", is_state=True),
     Threshold(
-        "cpu.starved", starved, 1, None, "the workers have their cores again", 5, action="top"
+        "cpu.starved",
+        starved,
+        1,
+        None,
+        "the workers have their cores again",
+        5,
+        action="ps aux --sort=-%cpu",
     ),
     Threshold("kv.occupancy", kv_used_ratio, 0.90, 0.98, "KV pool {} has free blocks again", 10),
     Threshold("kv.preempted", preempted, 1, None, "no more preemptions"),
