@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,6 +28,15 @@ _SAMPLE_TEXT = (
 )
 """Text whose token ids the model has; a prompt needs no more."""
 _WORDS = _SAMPLE_TEXT.split()
+
+
+class MachineReading(NamedTuple):
+    """What a daemon of ours says of its machine at one moment."""
+
+    power_w: float | None
+    """Watts of all domains; None: none reports."""
+    is_starved: bool
+    """Other programs keep the workers from their cores."""
 
 
 class Target:
@@ -143,17 +152,18 @@ class Target:
         if counted_tokens:
             self._words_per_token *= asked_tokens / counted_tokens
 
-    def power_w(self) -> float | None:
-        """Read the watts of all domains; None: none reports, or the daemon is not ours."""
+    def reading(self) -> MachineReading | None:
+        """Read what the daemon says of its machine now; None: it says nothing, or is not ours."""
         if not self._has_frames:
             return None
         try:
-            devices = self._client.get(_STATE)["devices"]
+            frame = self._client.get(_STATE)
+            devices = frame["devices"]
         except (ClientError, LookupError):
             self._has_frames = False
             return None
-        readings = [each["power_w"] for each in devices if each.get("power_w") is not None]
-        return sum(readings) if readings else None
+        power_w = [each["power_w"] for each in devices if each.get("power_w") is not None]
+        return MachineReading(sum(power_w) if power_w else None, bool(frame.get("starved")))
 
     def _prompt(self, rng: random.Random, num_tokens: int) -> list[int] | str:
         if self._ids is not None:

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import msgspec
 
-from appliance.bench.exchange import SERVERS_LOG, Target
+from appliance.bench.exchange import SERVERS_LOG, MachineReading, Target
 from appliance.bench.reply_events import ReceivedReply, ReplyReader
 from appliance.bench.sample import Sample, sample_of
 from appliance.bench.statistics import Figures
@@ -100,7 +100,7 @@ PATIENCE_S = 120.0
 """After the last request was due; what has not ended by then has failed."""
 REFUSED_PAUSE_S = 0.1
 """A closed loop that is refused would otherwise only measure refusals."""
-POWER_INTERVAL_S = 1.0
+READING_INTERVAL_S = 1.0
 """The daemon's own: a frame has the mean since the one before."""
 
 Tick = Callable[[float], None]
@@ -149,6 +149,8 @@ class Measured(msgspec.Struct):
     samples: list[Sample]
     energy_j: float | None = None
     """The machine's energy within the window."""
+    starved_ratio: float | None = None
+    """The share of the window in which other programs starved the workers; None: not reported."""
 
 
 async def measure(target: Target, load: Load, label: str, round_index: int, tick: Tick) -> Measured:
@@ -158,9 +160,12 @@ async def measure(target: Target, load: Load, label: str, round_index: int, tick
         samples = await _keep_open(target, load, load.concurrency, round_index)
     else:
         samples = await offer(target, load.schedule(round_index), PATIENCE_S)
-    power_w = await watch
-    energy_j = None if power_w is None else power_w * load.seconds
-    return Measured(label, round_index, load.seconds * 1000, samples, energy_j)
+    readings = await watch
+    power_w = [each.power_w for each in readings if each.power_w is not None]
+    energy_j = load.seconds * sum(power_w) / len(power_w) if power_w else None
+    num_starved = sum(each.is_starved for each in readings)
+    starved_ratio = num_starved / len(readings) if readings else None
+    return Measured(label, round_index, load.seconds * 1000, samples, energy_j, starved_ratio)
 
 
 async def offer(target: Target, schedule: list[PlannedArrival], patience_s: float) -> list[Sample]:
@@ -216,19 +221,18 @@ async def send(
     return sample_of(reply, origin_ns=origin_ns, due_ns=due_ns), reply
 
 
-async def _watch(target: Target, seconds: float, tick: Tick) -> float | None:
-    """Tell how far it is, and return the mean power in W."""
-    start_s, readings = time.perf_counter(), []
-    next_reading_s = POWER_INTERVAL_S
+async def _watch(target: Target, seconds: float, tick: Tick) -> list[MachineReading]:
+    """Tell how far it is, and return what the daemon said of its machine meanwhile."""
+    start_s, readings = time.perf_counter(), list[MachineReading | None]()
+    next_reading_s = READING_INTERVAL_S
     while (elapsed_s := time.perf_counter() - start_s) < seconds:
         tick(elapsed_s / seconds)
         if elapsed_s >= next_reading_s:
-            readings.append(await asyncio.to_thread(target.power_w))
-            next_reading_s += POWER_INTERVAL_S
+            readings.append(await asyncio.to_thread(target.reading))
+            next_reading_s += READING_INTERVAL_S
         await asyncio.sleep(min(0.25, seconds - elapsed_s))
     tick(1.0)
-    read_w = [each for each in readings if each is not None]
-    return sum(read_w) / len(read_w) if read_w else None
+    return [each for each in readings if each is not None]
 
 
 STREAM_TOKENS = (32, 512)

@@ -12,6 +12,8 @@ import msgspec
 from appliance.bench.reply_events import ReceivedReply
 
 REFUSALS = (429, 503)
+BURST_SHARE = 0.1
+"""Gaps below this share of a reply's time per token are within a burst."""
 
 
 class Sample(msgspec.Struct):
@@ -64,6 +66,12 @@ class Sample(msgspec.Struct):
         if self.output_tokens is None or self.output_tokens <= num_first:
             return None
         return sum(self.itl_ms) / (self.output_tokens - num_first)
+
+    @property
+    def burst_tokens(self) -> int:
+        """Tokens that came with or right behind another, so that no gap is the time of a step."""
+        step_ms = self.tpot_ms or 0.0
+        return self.merged_tokens + sum(gap_ms < BURST_SHARE * step_ms for gap_ms in self.itl_ms)
 
     def token_times_ms(self) -> list[float]:
         """List each token's time since the start; tokens of one event share it."""

@@ -57,7 +57,11 @@ def times(samples: Iterable[Sample]) -> dict[str, list[float]]:
 
 
 def summarize(
-    samples: Sequence[Sample], window_ms: float, slo: GoodputTargets, energy_j: float | None = None
+    samples: Sequence[Sample],
+    window_ms: float,
+    slo: GoodputTargets,
+    energy_j: float | None = None,
+    starved_ratio: float | None = None,
 ) -> Figures:
     """Summarise one round of one arm in figures."""
     num_tokens = sum(at_ms <= window_ms for sample in samples for at_ms in sample.token_times_ms())
@@ -78,6 +82,11 @@ def summarize(
         "hit_ratio": _hits([(s.cached_tokens, s.prompt_tokens) for s in samples]),
         "infinite_hit_ratio": _hits([(s.reusable_tokens, s.prompt_tokens) for s in samples]),
         "merged_tokens": sum(sample.merged_tokens for sample in samples),
+        "burst_ratio": _share(
+            sum(sample.burst_tokens for sample in completed),
+            sum(max((sample.output_tokens or 0) - 1, 0) for sample in completed),
+        ),
+        "starved_ratio": starved_ratio,
         "late_ms_max": max((sample.late_ms for sample in samples), default=None),
     }
     for name, values in times(samples).items():

@@ -55,7 +55,7 @@ from appliance.cli.bench_pages import COMPARISON, Bar, run_page
 from appliance.cli.tables import Format, Row, within
 from appliance.cli.terminal import Host, Output
 from appliance.client.calls import GenerationFailed
-from appliance.observe.frame.figures import named, unitless
+from appliance.observe.frame.figures import fine_ratio, named, unitless
 from appliance.observe.frame.protocol import utc_now
 from engine.errors import FileError
 from engine.printable import printable
@@ -88,6 +88,7 @@ def run(
     about = {"figures": figures, "statuses": _statuses(measured.samples)}
     _keep(about, [measured], save)
     _tell_errors(measured.samples)
+    _tell_starved([measured])
     if output is Format.JSON:
         _write(about, [measured])
     else:
@@ -126,6 +127,7 @@ def compare(
     measured = [each for turns in results.values() for each in turns]
     samples = [sample for each in measured for sample in each.samples]
     _tell_errors(samples)
+    _tell_starved(measured)
     _show(rows(figures, LOAD_METRICS), measured, save, output)
     _check_any(samples)
 
@@ -173,7 +175,9 @@ def interference(
 
 
 def _figures(measured: Measured, slo: GoodputTargets) -> Figures:
-    return summarize(measured.samples, measured.window_ms, slo, measured.energy_j)
+    return summarize(
+        measured.samples, measured.window_ms, slo, measured.energy_j, measured.starved_ratio
+    )
 
 
 def _statuses(samples: Sequence[Sample]) -> dict[str, int]:
@@ -245,6 +249,16 @@ def _check_any(samples: Sequence[Sample]) -> None:
     if samples and not any(sample.is_completed for sample in samples):
         hint = "see the errors above; check lengths and rate"
         raise GenerationFailed("no reply completed", hint=hint)
+
+
+def _tell_starved(measured: Sequence[Measured]) -> None:
+    """Say if other programs kept the workers from their cores: then figures mean little."""
+    shares = [each.starved_ratio for each in measured if each.starved_ratio is not None]
+    if (most := max(shares, default=0.0)) > 0:
+        terminal.note(
+            f"penstock: other programs starved the workers {fine_ratio(most)} of the time"
+        )
+        terminal.note("hint: `ps aux --sort=-%cpu` shows them; end them, and measure again")
 
 
 def _tell_errors(samples: Sequence[Sample]) -> None:

@@ -27,6 +27,8 @@ from appliance.observe.frame.figures import (
 from engine.printable import printable
 
 BAR_CELLS = 24
+TOLD_BURSTS = 0.1
+"""Share of tokens in bursts from which the page says what its ITL is."""
 
 
 def right(text: Any) -> str:
@@ -76,7 +78,13 @@ def run_page(content: Row) -> str:
     rest["statuses"] = printable(statuses)
     width = max(map(len, rest))
     lines = [f"{name:<{width}}  {text}" for name, text in rest.items()]
-    return Listing("bench", columns, Format.TABLE).render(times) + "\n" + "\n".join(lines)
+    page = Listing("bench", columns, Format.TABLE).render(times)
+    burst = figures["burst_ratio"] or 0.0
+    if burst >= TOLD_BURSTS:
+        page += (
+            f"itl is between events: {fine_ratio(burst)} of the tokens came in bursts; see tpot\n"
+        )
+    return page + "\n" + "\n".join(lines)
 
 
 class Bar:

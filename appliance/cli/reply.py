@@ -21,6 +21,7 @@ from appliance.cli import fact_pages, terminal
 from appliance.cli.completion import model_ids
 from appliance.cli.connection import ChosenModel, when_loaded
 from appliance.cli.loops import LOOP_CHARS, repeats_itself
+from appliance.cli.silence import SilenceWatch
 from appliance.cli.tables import Range, WordWrap, for_terminal, within
 from appliance.cli.terminal import ProgressLine
 from appliance.client.calls import Client, ClientError, GenerationFailed, Stream
@@ -126,8 +127,10 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedRep
     ask = partial(client.stream, path, {**content, "stream": True})
     with when_loaded(client, ask) as events:
         reply.request_id = events.request_id
+        watch = SilenceWatch(client, lambda: _is_amid_line(reply))
         try:
-            _print(events, reply, ends_loops=content.get("max_tokens") == ROOM_LEFT)
+            with watch:
+                _print(events, reply, watch, ends_loops=content.get("max_tokens") == ROOM_LEFT)
         except (SystemExit, KeyboardInterrupt) as ending:  # a signal, or stdout is closed
             _cancel_after(client, reply, ending)
             raise
@@ -149,12 +152,17 @@ def print_stats(client: Client, reply: PrintedReply) -> None:
         terminal.note(fact_pages.stats_line(client.request(reply.request_id)))
 
 
-def _print(events: Stream, reply: PrintedReply, *, ends_loops: bool) -> None:
+def _is_amid_line(reply: PrintedReply) -> bool:
+    return sys.stdout.isatty() and bool(reply.text) and not reply.text.endswith("\n")
+
+
+def _print(events: Stream, reply: PrintedReply, watch: SilenceWatch, *, ends_loops: bool) -> None:
     is_terminal, looked_at = sys.stdout.isatty(), 0
     wrap = WordWrap() if terminal.has_screen() else None
     thinking = ProgressLine()
     try:
         for event in events:
+            watch.heard()
             reply.request_id = reply.request_id or event.get("id")
             for choice in event.get("choices", ()):
                 reply.finish_reason = choice.get("finish_reason") or reply.finish_reason

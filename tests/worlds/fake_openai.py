@@ -31,6 +31,7 @@ class Script:
     """Events after which the connection is closed."""
     tokenizes: bool = True
     power_w: float | None = None
+    starved: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     hang_ups: int = 0
     most_open: int = 0
@@ -100,7 +101,8 @@ class FakeOpenAI:
         if path == "/tokenize" and self.script.tokenizes:
             return 200, {"tokens": [7, 8, 9]}
         if path == "/v1/penstock/state" and self.script.power_w is not None:
-            return 200, {"devices": [{"power_w": self.script.power_w}, {"power_w": None}]}
+            devices = [{"power_w": self.script.power_w}, {"power_w": None}]
+            return 200, {"devices": devices, "starved": self.script.starved}
         return 404, {"error": {"message": "no such path"}}
 
     def _write(self, writer: asyncio.StreamWriter, status: int, content: dict[str, Any]) -> None:

@@ -156,13 +156,16 @@ def test_events_with_several_tokens_are_noted(
 def test_energy_is_power_over_the_window_where_frames_report_it(
     server: FakeOpenAI, target: Target
 ) -> None:
-    assert target.power_w() is None
+    assert target.reading() is None
     again = Target("fake", server.unix, random.Random(0))
     again.meet()
     server.script.power_w = 40.0
-    assert again.power_w() == 40
+    assert again.reading() == (40, False)
     load = Load(1.1, FIVE, THREE, trace=BURST[:1])
-    assert run(again, load).energy_j == pytest.approx(44)
+    measured = run(again, load)
+    assert (measured.energy_j, measured.starved_ratio) == (pytest.approx(44), 0)
+    server.script.starved = "others use the cores"
+    assert run(again, load).starved_ratio == 1
     assert run(target, replace(load, seconds=0.1)).energy_j is None
 
 

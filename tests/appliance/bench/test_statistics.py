@@ -141,3 +141,12 @@ def test_a_verdict_needs_to_leave_the_band() -> None:
     assert verdict(Spread(0.5, 0.4, 1.4), noise, is_more_better=False) == "better"
     assert verdict(None, noise, is_more_better=True) == ""
     assert verdict(Spread(2, 2, 2), None, is_more_better=True) == ""
+
+
+def test_tokens_behind_others_in_a_burst_are_counted_as_such() -> None:
+    steady, bursts = done(10, 5, 5, 5), done(10, 12, 0.01, 12, 0.02)
+    assert summarize([steady], 1000, NONE)["burst_ratio"] == 0
+    assert summarize([bursts], 1000, NONE)["burst_ratio"] == 0.5
+    whole = Sample(0, 0, 200, output_tokens=5, ttft_ms=1, e2e_ms=1, merged_tokens=4)
+    assert summarize([whole], 1000, NONE)["burst_ratio"] == 1
+    assert summarize([FAILED], 1000, NONE)["burst_ratio"] is None

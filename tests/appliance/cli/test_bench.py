@@ -39,6 +39,21 @@ def test_run_measures_the_daemon_of_the_settings(
     assert int(facts["offered"]) == int(facts["completed"]) + 1
 
 
+def test_run_says_that_other_programs_took_the_cores_and_what_gaps_are_of_bursts(
+    server: FakeOpenAI, environ: dict[str, str]
+) -> None:
+    server.script.power_w, server.script.starved = 40.0, "other programs use the cores"
+    server.script.per_event = 2
+    options = ["--seconds", "1.2", "--input-tokens", "5", "--output-tokens", "4"]
+    ended = penstock(environ, "bench", "run", *options, "--concurrency", "1")
+    assert ended.returncode == 0, ended.stderr
+    assert "100" in ended.stderr
+    assert "ps aux" in ended.stderr
+    table, facts = ended.stdout.split("\n\n")
+    assert table.splitlines()[-1].startswith("itl ")
+    assert dict(line.split(maxsplit=1) for line in facts.splitlines())["starved_ratio"] == "100%"
+
+
 def test_a_load_of_which_nothing_is_answered_is_a_failure(
     server: FakeOpenAI, environ: dict[str, str]
 ) -> None:
