@@ -20,7 +20,7 @@ from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.expert_tensors import expert_tensor
 from engine.checkpoint.gguf import GgufModel, find_gguf
 from engine.checkpoint.gguf_tensors import named
-from engine.checkpoint.json_keys import JsonKeys
+from engine.checkpoint.json_keys import ADAPTER_FILE, ADAPTER_HINT, JsonKeys
 from engine.checkpoint.model_config import DTYPE_BYTES, ExpertsConfig, ModelConfig
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.safetensors_header import is_safetensors, read_header
@@ -348,6 +348,8 @@ def _by_first_bytes(folder: Path) -> list[Path]:
         others = [path.name for path in sorted(folder.iterdir()) if path.suffix in _OTHER_WEIGHTS]
         found_too = f"it has {', '.join(others[:3])}; " if others else ""
         hint = f"{found_too}convert the weights (transformers: save_pretrained)"
+        if (folder / ADAPTER_FILE).exists():
+            hint = ADAPTER_HINT
         raise CheckpointError("no weights in safetensors", where=str(folder), hint=hint)
     return whole
 
@@ -388,8 +390,13 @@ def _in_order(tensor: TensorInfo, config: ModelConfig) -> TensorInfo:
     return replace(tensor, head_rows=config.head_dim, turned_rows=rope.rotary_dim)
 
 
+_HEAD = "lm_head.weight"
+
+
 def _layer_hint(found: dict[str, TensorInfo], name: str) -> str:
     """Name what the files hold in place of a missing tensor, if its name tells."""
+    if name.endswith(_HEAD):
+        return "config.json may say tie_word_embeddings: true, if the embedding stands for it"
     layer = re.match(r".*\blayers\.\d+\.", name)
     if layer is None:
         return ""

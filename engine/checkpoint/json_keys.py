@@ -17,6 +17,8 @@ from engine.errors import WHAT_IS_SERVED, CheckpointError
 
 REQUIRED = object()
 _MAX_SIZE = 2**31 - 1
+ADAPTER_FILE = "adapter_config.json"
+ADAPTER_HINT = "it is an adapter: merge it into its model (peft: merge_and_unload)"
 
 
 class JsonKeys:
@@ -33,7 +35,8 @@ class JsonKeys:
         try:
             values = json.loads(read_model_text(path))
         except FileNotFoundError:
-            hint = "a model folder in Hugging Face format has this file"
+            is_adapter = (path.parent / ADAPTER_FILE).exists()
+            hint = ADAPTER_HINT if is_adapter else "a folder in Hugging Face format has this file"
             raise CheckpointError("the file is missing", where=str(path), hint=hint) from None
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"not valid JSON: {error}", where=str(path)) from None

@@ -136,6 +136,10 @@ def ask_of_chat(
     )
 
 
+_AS_TEXT = {"true": True, "false": False}
+"""Switches by what clients write whose fields hold texts; templates would not know the texts."""
+
+
 def read_chat(body: ChatSettings, conversation: Conversation) -> Chat:
     """Read how the template of a conversation is to be rendered."""
     continues = bool(body.continue_final_message)
@@ -144,7 +148,10 @@ def read_chat(body: ChatSettings, conversation: Conversation) -> Chat:
         raise invalid_value(
             "continue_final_message", "cannot be together with `add_generation_prompt`"
         )
-    variables = body.chat_template_kwargs or {}
+    variables = {
+        name: _AS_TEXT.get(value, value) if isinstance(value, str) else value
+        for name, value in (body.chat_template_kwargs or {}).items()
+    }
     for name in OWN_VARIABLES:
         if name in variables:
             raise invalid_value(f"chat_template_kwargs.{name}", "has a field of its own")

@@ -242,6 +242,14 @@ async def test_an_effort_is_told_to_the_template_by_chats_and_responses(
     assert texts == [f"hello{told}", f"hello{told}", "hello[8,7]"]
 
 
+@pytest.mark.parametrize("switch", ["false", False])
+async def test_a_switch_of_the_template_may_be_written_as_a_text(switch, appliance, tmp_path):
+    appliance.tokenizer = Tokenizer(byte_level(), chat_template=THINKS)
+    async with serving(appliance, tmp_path / "own.sock") as served:
+        await served.chat(chat_template_kwargs={"enable_thinking": switch}, max_tokens=1)
+    assert appliance.submitted[0].prompt_text == "hello[,False]"
+
+
 @pytest.fixture
 def thinker():
     appliance = FakeAppliance(
