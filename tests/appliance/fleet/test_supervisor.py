@@ -399,7 +399,7 @@ async def test_a_fault_that_stays_is_not_tried_again_and_ends_requests_at_once(
     about = await next_of(lost)
     assert ("attention is wrong" in about, "another driver" in about) == (True, True)
     assert supervisor.is_lost
-    await asyncio.wait_for(asyncio.gather(*supervisor._tasks), 120)  # nobody watches any more
+    await asyncio.wait_for(asyncio.gather(*supervisor._tasks), 30)  # nobody watches any more
     assert lives.read_text() == "xx"
     assert "attention is wrong" in (supervisor.workers["w"].trouble or "")
     await supervisor.stop()
