@@ -142,6 +142,7 @@ def test_models_show_describes_them(daemon, folders):
     ran = penstock(daemon, "models", "list", "--dir", str(folders[0].parent), "-o", "json")
     listed = {row["name"]: row for row in json.loads(ran.stdout)["data"]}
     assert [listed[folder.name]["problem"] for folder in folders] == [None, None]
+    assert [listed[folder.name]["state"] for folder in folders] == ["served", "served"]
 
 
 def test_a_chat_is_answered_while_many_texts_are_computed(daemon):

@@ -206,7 +206,8 @@ class Session:
         return f"{name} {own['value']:g} ({'model' if own['source'] == 'model' else 'default'})"
 
     def _use(self, argument: str) -> str:
-        listed = self._client.get("/v1/models").get("data") or []
+        known = self._client.get("/v1/models").get("data") or []
+        listed = [model for model in known if "kind" not in model]  # which write no text
         names = [str(model["id"]) for model in listed]
         if not argument:
             used = self._model.name or names[0]

@@ -556,6 +556,7 @@ def model_info(plan: BootPlan, tokenizer: Tokenizer) -> ModelInfo:
         folder=str(plan.checkpoint.folder),
         others=plan.others,
         text_models={one.model.name: facts_of_texts(one.model.config) for one in plan.texts},
+        text_folders={one.model.name: str(one.model.folder) for one in plan.texts},
         facts=facts,
         has_records=plan.placement.record_blocks > 0,
     )

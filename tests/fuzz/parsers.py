@@ -74,6 +74,7 @@ from tests.recordings import frame_at, make_recording, request_row
 from tests.text_checkpoints import add_modules, make_text_checkpoint
 from tests.tui.frames import busy
 from tests.worlds.daemon_parts import FakeAppliance
+from tests.worlds.fake_encoders import FakeEncoder
 from tui.feed import FeedIncompatible
 from tui.feed import _decoded as decode_frame
 from tui.replay import Replay
@@ -487,6 +488,11 @@ def _server() -> Path:
     path = scratch() / "p.sock"
     tokenizer = Tokenizer.from_folder(STARTER_FOLDER)
     appliance = FakeAppliance(tokenizer, max_model_len=1000, eos_token_ids=(1,))
+    encoders = (
+        FakeEncoder(tokenizer, "embedding", end_id=1),
+        FakeEncoder(tokenizer, "rerank", end_id=1),
+    )
+    appliance.text_encoders = {one.name: one for one in encoders}
     _served.append(serving(appliance, path))
     loop().run_until_complete(_served[0].__aenter__())
     return path
@@ -599,11 +605,25 @@ RICH: dict[str, list[dict[str, Any]]] = {
          "options": {"num_predict": 3}, "think": False},
     ],
 }  # fmt: skip
+TEXTS: dict[str, list[dict[str, Any]]] = {
+    "/v1/embeddings": [
+        {"input": ["a", "b"], "dimensions": 3, "encoding_format": "base64", "prompt_name": "query"},
+        {"input": [[1, 2], [3]], "truncate_prompt_tokens": 1},
+    ],
+    "/v1/rerank": [
+        {"query": "q", "documents": ["a", {"text": "b"}], "top_n": 1, "return_documents": True,
+         "max_tokens_per_doc": 2},
+    ],
+    "/v1/score": [{"text_1": ["a", "b"], "text_2": ["c", "d"], "truncate_prompt_tokens": -1}],
+    "/api/embed": [{"input": ["a", "b"], "truncate": True, "dimensions": 2, "keep_alive": "5m"}],
+    "/api/embeddings": [{"prompt": "a", "options": {"num_ctx": 5}}],
+}  # fmt: skip
+RICH |= TEXTS
 
 
 PARSERS: dict[str, Callable[[], Parser]] = {
     "http": _http,
-    **{path: functools.partial(_bodies, path) for path in GENERATING.split()},
+    **{path: functools.partial(_bodies, path) for path in (*GENERATING.split(), *TEXTS)},
     "gguf": _gguf,
     "safetensors": functools.partial(_safetensors, "safetensors", is_json=False),
     "safetensors json": functools.partial(_safetensors, "safetensors-json", is_json=True),

@@ -26,6 +26,7 @@ class FakeEncoder:
         *,
         name: str = "",
         max_tokens: int = 64,
+        end_id: int | None = None,
     ) -> None:
         self.name = name or f"fake/tiny-{kind}"
         self.kind = kind
@@ -41,7 +42,7 @@ class FakeEncoder:
         self.is_full = False
         self.failure: Exception | None = None
         self._tokenizer = tokenizer
-        self._end = tokenizer.special_id("<|end|>")
+        self._end = tokenizer.special_id("<|end|>") if end_id is None else end_id
 
     def tokenize(self, text: str) -> list[int]:
         return [*self._tokenizer.encode(text), self._end]

@@ -379,6 +379,7 @@ def text_model_object(encoder: TextEncoder, model: ModelInfo) -> Json:
         "display_name": encoder.name,
         "created": facts.modified if facts else 0,
         "owned_by": "penstock",
+        "root": model.text_folders.get(encoder.name),
         "max_model_len": encoder.max_tokens,
         "kind": encoder.kind,
         "num_dimensions": encoder.num_dimensions,

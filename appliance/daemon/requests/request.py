@@ -304,6 +304,8 @@ class ModelInfo:
     are not on this machine yet."""
     text_models: Mapping[str, ModelFacts] = field(default_factory=dict)
     """Models beside it that make vectors or scores of texts."""
+    text_folders: Mapping[str, str] = field(default_factory=dict)
+    """Where their files are."""
     facts: ModelFacts | None = None
     """What the model's files say of it; None: they are still being fetched."""
     has_records: bool = False
