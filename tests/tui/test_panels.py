@@ -152,6 +152,13 @@ def test_an_empty_table_says_what_kept_requests_wait_for(state):
     assert ("8 requests" in shown, "loaded" in shown) == (True, state == "loading")
 
 
+def test_while_the_next_daemon_loads_the_death_before_it_is_told_first():
+    told = frames.alert(message="the daemon was killed 3s ago; 8 requests continue")
+    view = View().after(frames.idle(alerts=[told], state="loading"))
+    assert [alert.severity for alert in header.alerts(view)] == ["warning", "warning"]
+    assert "8 requests" in text_of(header.alert_line(view, 80))
+
+
 def test_an_alert_ends_with_the_command_that_says_more_or_the_keys_of_its_request():
     told = frames.alert(message="starved", action="top")
     assert text_of(header.alert_line(View().after(frames.idle(alerts=[told])), 120)).endswith(

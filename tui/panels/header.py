@@ -119,7 +119,11 @@ def alerts(view: View) -> list[Alert]:
         theirs = [
             Alert(a.severity, alert_text(a, frame.at), alert_action(a, frame)) for a in frame.alerts
         ]
-    return sorted([*own_alerts(view), *theirs], key=lambda alert: alert.severity != "error")
+    own = own_alerts(view)
+    # the header says that it loads, too: a death before that comes first where there is little room
+    is_loading = frame is not None and frame.state == "loading"
+    found = [*theirs, *own] if is_loading else [*own, *theirs]
+    return sorted(found, key=lambda alert: alert.severity != "error")
 
 
 def own_alerts(view: View) -> list[Alert]:
