@@ -1,6 +1,8 @@
 """Vectors and scores are transformers' own, whatever is computed beside a text."""
 
+import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -118,6 +120,26 @@ def test_scores_equal_transformers_after_the_sigmoid(family, checkpoint, product
         assert float(own) == pytest.approx(float(wanted), rel=1e-4, abs=1e-5)
 
 
+def test_nomics_own_names_of_settings_mean_the_same(checkpoint, tmp_path):
+    folder, oracle = checkpoint("nomic_bert")
+    own = shutil.copytree(folder, tmp_path / "own")
+    keys = json.loads((folder / "config.json").read_text())
+    for ours, theirs in (
+        ("hidden_size", "n_embd"),
+        ("num_attention_heads", "n_head"),
+        ("num_hidden_layers", "n_layer"),
+        ("intermediate_size", "n_inner"),
+        ("max_position_embeddings", "n_positions"),
+        ("layer_norm_eps", "layer_norm_epsilon"),
+    ):
+        keys[theirs] = keys.pop(ours)
+    del keys["hidden_act"], keys["head_dim"], keys["rope_parameters"]
+    keys |= {"activation_function": "swiglu", "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0}
+    (own / "config.json").write_text(json.dumps(keys))
+    found = computed(load(own), [a_text(33)])[0]
+    assert error(found, hidden_states(oracle, a_text(33)).mean(0)) < 1e-5
+
+
 def test_a_text_without_a_number_leaves_its_neighbours_theirs(tmp_path):
     folder = make_text_checkpoint(tmp_path / "it", "bert", num_hidden_layers=2)
     model, reports, texts = load(folder), [], [a_text(9, seed) for seed in range(3)]
@@ -187,8 +209,6 @@ def test_older_files_say_each_mode_of_pooling_and_several_lie_side_by_side(tmp_p
     ],
 )
 def test_what_is_not_served_is_refused_by_name(change, tmp_path):
-    import json
-
     folder = make_text_checkpoint(tmp_path / "it", "bert", num_hidden_layers=1)
     where = folder / "config.json"
     keys = json.loads(where.read_text())
