@@ -151,7 +151,7 @@ async def test_paths_that_other_servers_have_are_answered(served, appliance):
     assert model["max_context_length"] == appliance.model.max_model_len
     told = (await served.http.get("/props")).json()
     assert told["default_generation_settings"]["n_ctx"] == appliance.model.max_model_len
-    for path in ("/v2/models", "/openai", "/v1/v1", "/v1/embeddings", "/slots"):
+    for path in ("/v2/models", "/openai", "/v1/v1", "/v1/audio/speech", "/slots"):
         assert (await served.http.get(path)).status_code == 404
 
 
