@@ -118,6 +118,8 @@ def scratch() -> Path:
 
 # files of models
 
+PIECES = Path(__file__).parents[1] / "fixtures" / "sentencepiece"
+
 
 def _model_folder(name: str, but_for: str) -> Path:
     """Make a folder of links to the starter's files but for one, with a short tokenizer."""
@@ -170,6 +172,19 @@ def _file_of_model(file: str, read: Callable[[Path, bytes], object]) -> Parser:
     is_there = (folder / file).exists()
     original = ((folder if is_there else STARTER_FOLDER) / file).read_bytes()
     return Parser(parse, [original], (PenstockError,), is_json=True, is_measured=True)
+
+
+def _pieces() -> Parser:
+    """Read SentencePiece's models, in a folder without another tokenizer."""
+    folder = scratch() / "pieces"
+    folder.mkdir()
+    originals = [path.read_bytes() for path in sorted(PIECES.glob("*.model"))]
+
+    def parse(data: bytes) -> None:
+        (folder / "tokenizer.model").write_bytes(data)
+        _tokenizer(folder, data)
+
+    return Parser(parse, originals, (PenstockError,), is_measured=True)
 
 
 def _safetensors(name: str, *, is_json: bool) -> Parser:
@@ -633,6 +648,7 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "pooling": lambda: _file_of_texts("1_Pooling/config.json"),
     "generation_config.json": lambda: _file_of_model("generation_config.json", _headers),
     "tokenizer.json": lambda: _file_of_model("tokenizer.json", _tokenizer),
+    "tokenizer.model": _pieces,
     "tokenizer_config.json": lambda: _file_of_model("tokenizer_config.json", _tokenizer),
     "chat template": _chat_template,
     "slab": _slabs,
