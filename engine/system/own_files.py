@@ -12,8 +12,12 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
+
+MAX_LINKS = 40
+"""The kernel follows as many."""
+_ALWAYS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def check_own_folder(folder: Path, *, is_roots_fine: bool = True) -> None:
@@ -29,9 +33,9 @@ def check_own_folder(folder: Path, *, is_roots_fine: bool = True) -> None:
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     uid = os.geteuid()
+    check_own_path(folder, uid)
     if not is_roots_fine:
         _check_owner(folder, folder.stat(), {uid})
-    check_own_path(folder, uid)
 
 
 def check_private_folder(folder: Path) -> None:
@@ -40,9 +44,9 @@ def check_private_folder(folder: Path) -> None:
     Raises:
         OSError: as check_own_folder(), or for these reasons.
     """
+    check_own_folder(folder, is_roots_fine=False)
     if folder.is_symlink():
         raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a link", str(folder))
-    check_own_folder(folder, is_roots_fine=False)
     _check_mode(folder, folder.stat(), 0o077)
 
 
@@ -58,9 +62,11 @@ def check_own_path(path: Path, uid: int) -> None:
     Raises:
         OSError: as check_own_folder(), of a folder or a file.
     """
-    _check(path, path.stat(), uid)
-    for holder in _holders(path):
-        _check(holder, holder.lstat(), uid, is_holder=True)
+    end = _end_of_own_way(path, uid)
+    status = end.lstat()
+    if stat.S_ISLNK(status.st_mode):  # it was none a moment ago
+        raise PermissionError(errno.EPERM, f"{end} was exchanged", str(end))
+    _check(end, status, uid)
 
 
 def open_own(path: Path, flags: int, mode: int = 0o600, *, denied: int = 0) -> int:
@@ -91,9 +97,7 @@ def open_own_target(path: Path, flags: int, mode: int = 0o600, *, denied: int = 
     Raises:
         OSError: as open_own(), or another user could exchange the file.
     """
-    for holder in _holders(path):
-        _check(holder, holder.lstat(), os.geteuid(), is_holder=True)
-    return open_own(Path(os.path.realpath(path)), flags, mode, denied=denied)
+    return open_own(_end_of_own_way(path, os.geteuid()), flags, mode, denied=denied)
 
 
 def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
@@ -102,7 +106,7 @@ def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
     Raises:
         OSError: it is something else.
     """
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    fd = os.open(path, flags | _ALWAYS, mode)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EPERM, "it is not a file", str(path))
@@ -185,20 +189,37 @@ def _is_open(status: os.stat_result, uid: int) -> bool:
     return group.gr_name != user.pw_name or not set(group.gr_mem) <= {user.pw_name}
 
 
-def _holders(path: Path) -> Iterator[Path]:
-    """Yield each folder and link on the way, other than the last folder itself."""
-    left, at = list(reversed(path.absolute().parts[1:])), Path("/")
+def _end_of_own_way(path: Path, uid: int) -> Path:
+    """Follow a path from the root; return where it ends, which need not be there.
+
+    Each folder and link on the way is checked by the status that tells which of the two it is: it
+    is ours or root's, and lies where no other user can exchange it, so it stays what it was.
+
+    Raises:
+        OSError: another user could change the way, or its links lead nowhere.
+    """
+    left, at, num_links = list(reversed(path.absolute().parts[1:])), Path("/"), 0
+    _check(at, at.lstat(), uid, is_holder=True)
     while left:
         name = left.pop()
         if name == "..":
             at = at.parent
             continue
-        yield at
-        there = at / name
-        if there.is_symlink():
-            yield there
-            target = Path(os.readlink(there))
+        at /= name
+        try:
+            status = at.lstat()
+        except FileNotFoundError:
+            if left:
+                raise
+            break
+        if stat.S_ISLNK(status.st_mode):
+            _check(at, status, uid, is_holder=True)
+            num_links += 1
+            if num_links > MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+            target = Path(os.readlink(at))
             left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
-            at = Path("/") if target.is_absolute() else at
-        else:
-            at = there
+            at = Path("/") if target.is_absolute() else at.parent
+        elif left:
+            _check(at, status, uid, is_holder=True)
+    return at

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -224,3 +228,69 @@ def test_in_a_user_namespace_the_machines_root_is_trusted_above(folder):
             pytest.skip("not all of it is root's")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("use", [check_own_folder, check_own_path, open_own_target])
+def test_links_without_an_end_are_refused(folder, use):
+    (folder / "a").symlink_to("b")
+    (folder / "b").symlink_to("a")
+    more = {check_own_path: os.geteuid(), open_own_target: os.O_RDONLY}
+    for path in (folder / "a", folder / "a" / "inner"):
+        with pytest.raises(OSError, match=r".+"):
+            use(path, *([more[use]] if use in more else []))
+
+
+def test_of_several_wrong_folders_the_outermost_is_named(folder):
+    for each in (folder, folder.parent):
+        each.chmod(0o777)
+    with pytest.raises(PermissionError) as refused:
+        check_own_folder(folder)
+    assert refused.value.filename == str(folder.parent)
+
+
+def exchange(place, ours):
+    """As another user, put a folder and a link to one of ours in turn at a place, until killed."""
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    own, link = f"{place}.folder", f"{place}.link"
+    os.mkdir(own, 0o755)
+    os.symlink(ours, link)
+    while True:
+        os.rename(own, place)
+        os.rename(place, own)
+        os.rename(link, place)
+        os.rename(place, link)
+
+
+@AS_ROOT
+def test_another_user_who_exchanges_a_folder_while_it_is_checked_wins_nothing():
+    """In /tmp, where each may rename what is theirs; a link of theirs leads to a folder of ours."""
+    with tempfile.TemporaryDirectory() as made:
+        shared, ours = Path(made) / "shared", Path(made) / "ours"
+        Path(made).chmod(0o755)
+        ours.mkdir(0o755)
+        shared.mkdir()
+        shared.chmod(0o1777)
+        place = shared / "state"
+        pid = os.fork()
+        if pid == 0:
+            try:
+                exchange(str(place), str(ours))
+            finally:
+                os._exit(1)
+        try:
+            taken, seen = 0, set()
+            while len(seen) < 2 or taken < 2_000:
+                taken += 1
+                with contextlib.suppress(FileNotFoundError):
+                    seen.add(place.is_symlink())
+                for check in (check_own_folder, check_own_path):
+                    with pytest.raises(OSError, match=r".+"):
+                        check(place, *([0] if check is check_own_path else []))
+                with pytest.raises(OSError, match=r".+"):
+                    os.close(open_own_target(place / "keys", NEW))
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        assert not list(ours.iterdir())
