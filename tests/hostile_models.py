@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +129,57 @@ HOSTILE_TOKENIZERS: dict[str, Callable[[Path], Path]] = {
 """Makers of a folder whose tokenizer cannot be used."""
 
 
+HOSTILE_TEXTS = {
+    "letter that doubles": "Q",
+    "match that is given up": "X" * 64 + " yv",
+    "match that takes long": ("Z" * 300 + " ") * 10 + "z",
+}
+"""What greedy_tokenizer() takes too much for."""
+
+
+def greedy_tokenizer(folder: Path) -> Path:
+    """Make a folder whose tokenizer does what the starter's does, but for those texts."""
+    whole = json.loads((STARTER_FOLDER / "tokenizer.json").read_bytes())
+    twice = {"type": "Replace", "pattern": {"String": "Q"}, "content": "QQ"}
+    splits = [
+        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
+        for each in ("(?:X|XX)+[yw]v", "Z*Z*Z*z")
+    ]
+    return _tokenizer(
+        folder,
+        normalizer={"type": "Sequence", "normalizers": [twice] * 50},
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, whole["pre_tokenizer"]]},
+    )
+
+
+def _decoder(folder: Path, *stages: dict[str, object]) -> Path:
+    return _tokenizer(folder, decoder={"type": "Sequence", "decoders": [*stages]})
+
+
+def _growing_token(folder: Path) -> Path:
+    stage = {"type": "Replace", "pattern": {"String": "Q"}, "content": "QQQQQQQQQQ"}
+    return _decoder(folder, *[stage] * 20)
+
+
+def _token_expression(folder: Path) -> Path:
+    stage = {"type": "Replace", "pattern": {"Regex": "(Q*)*z"}, "content": ""}
+    return _decoder(folder, stage)
+
+
+def _long_token(folder: Path) -> Path:
+    whole = json.loads((STARTER_FOLDER / "tokenizer.json").read_bytes())
+    model = whole["model"]
+    model["vocab"]["Q" * 100_000] = len(model["vocab"]) + len(whole["added_tokens"])
+    return _tokenizer(folder, model=model)
+
+
+HOSTILE_TOKENIZERS |= {
+    "token that grows": _growing_token,
+    "token that is matched": _token_expression,
+    "token of 100,000 letters": _long_token,
+}
+
+
 def sentence_piece_bomb(folder: Path) -> Path:
     """Make a GGUF file with a token whose parts are tried for a day."""
     tokens = _text("a" * 2_000_000) + _text("a")
@@ -137,3 +189,20 @@ def sentence_piece_bomb(folder: Path) -> Path:
         _list("tokenizer.ggml.scores", _FLOAT32, 2, bytes(8)),
     )
     return _gguf(folder, *pairs)
+
+
+def _socket(path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(f"/proc/self/fd/{folder}/{path.name}")  # however long the folder's own path is
+    os.close(folder)
+
+
+ODD_FILES: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "socket": _socket,
+    "endless link": lambda path: path.symlink_to(path),
+}
+"""Makers of what stands in the place of a file and cannot be read to its end."""

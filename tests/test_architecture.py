@@ -235,8 +235,6 @@ BY_HAND = {"st_uid", "st_mode", "O_NOFOLLOW", "open"}
 MAY_BY_HAND = {
     "engine/system/own_files.py": "the one place",
     "engine/checkpoint/model_file.py": "models may be anybody's, and links",
-    "engine/worker/model/weights.py": "models",
-    "engine/worker/weight_streaming.py": "models",
     "appliance/http/access.py": "the owner of a process",
     "appliance/http/listeners.py": "a folder to lock, and whether a path is a socket",
     "appliance/http/tls.py": "whether a path is a pipe; the file is read by OpenSSL",
@@ -266,3 +264,65 @@ def test_state_is_opened_and_its_owner_checked_in_one_file():
         and (node.attr != "open" or ast.unparse(node) == "os.open")
     }
     assert by_hand == MAY_BY_HAND.keys()
+
+
+READS_BY_HAND = {
+    "appliance/bench/workloads.py": "a trace that the user names",
+    "appliance/cli/bench.py": "/proc",
+    "appliance/cli/conversation.py": "a conversation that the user names",
+    "appliance/cli/demo.py": "a file of ours",
+    "appliance/cli/install_service.py": "files of ours and root's",
+    "appliance/cli/new_file.py": "what it has just written",
+    "appliance/cli/record.py": "what it has just written",
+    "appliance/cli/texts.py": "texts that the user names",
+    "appliance/cli/verify.py": "a file of ours",
+    "appliance/client/ephemeral.py": "what its child has just written",
+    "appliance/configuration/settings_file.py": "settings that the user names, up to a length",
+    "appliance/daemon/process/stacks.py": "/proc",
+    "appliance/daemon/survival/departures.py": "/proc",
+    "appliance/devices/inventory.py": "/sys",
+    "appliance/devices/machine.py": "/sys",
+    "appliance/doctor/bundle.py": "/proc, and the log",
+    "appliance/doctor/gpu_checks.py": "/proc",
+    "appliance/doctor/ports.py": "/proc",
+    "appliance/fleet/cgroup_limits.py": "/sys",
+    "appliance/fleet/placement.py": "/sys",
+    "appliance/fleet/scopes.py": "/proc, and libraries of ours",
+    "appliance/http/access.py": "/proc",
+    "appliance/http/page.py": "a file of ours",
+    "appliance/http/tls.py": "a certificate, which is no pipe",
+    "appliance/observe/frame/recording.py": "a recording that the user names",
+    "appliance/observe/log/recording_copy.py": "what it has just written",
+    "appliance/observe/log/statements.py": "/proc",
+    "appliance/observe/telemetry/deadlines.py": "/proc",
+    "appliance/observe/telemetry/disturbances.py": "/proc",
+    "appliance/observe/telemetry/thread_times.py": "/proc",
+    "engine/checkpoint/checkpoint.py": "/proc",
+    "engine/kernels/product_choice.py": "/proc",
+    "engine/reader/__main__.py": "/proc",
+    "engine/reader/limits.py": "/proc",
+    "engine/system/own_files.py": "/proc",
+    "engine/worker/device.py": "/proc",
+    "engine/worker/self_test.py": "sources of ours",
+}
+"""Files that read others than by model_file and own_files, and what these are: no stranger's."""
+
+
+def reads_by_hand(node: ast.AST) -> bool:
+    """Say whether a call opens what its path leads to, be it a pipe, a device or without end."""
+    if not isinstance(node, ast.Call):
+        return False
+    if isinstance(node.func, ast.Name):
+        is_opened = any(isinstance(each, ast.Call) for each in node.args[:1])
+        return node.func.id == "open" and not is_opened and not node.keywords
+    name = getattr(node.func, "attr", "")
+    modes = [each.value for each in node.args if isinstance(each, ast.Constant)]
+    has_mode = any(isinstance(mode, str) and mode[:1] in "rwax" for mode in modes)
+    return name in ("read_text", "read_bytes") or (name == "open" and has_mode)
+
+
+def test_folders_of_strangers_are_read_by_two_files_alone():
+    by_hand = {
+        file for file in files() if any(reads_by_hand(node) for node in ast.walk(parsed(file)))
+    }
+    assert by_hand == READS_BY_HAND.keys()

@@ -23,6 +23,7 @@ from appliance.hub.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
 from engine.checkpoint.gguf import models_in
 from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
+from engine.checkpoint.model_file import open_model_file, read_model_text
 from engine.checkpoint.text_model import TextModelConfig
 from engine.checkpoint.weights_layout import panels_layout
 from engine.errors import CheckpointError
@@ -153,7 +154,7 @@ def sha256(path: Path, on_read: Callable[[int], None]) -> str:
     """
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with open_model_file(path) as file:
             while piece := file.read(_READ_BYTES):
                 digest.update(piece)
                 on_read(len(piece))
@@ -196,12 +197,10 @@ def _basics(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _read_sums(path: Path) -> dict[str, str]:
     """Read checksums by file name, in sha256sum's form; one without a name under ""."""
-    if not path.exists():
-        return {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read the checksums: {error}", where=str(path)) from error
+        lines = read_model_text(path).splitlines()
+    except FileNotFoundError:
+        return {}
     sums = {}
     for line in lines:
         digest, _, name = line.strip().partition(" ")

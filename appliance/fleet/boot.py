@@ -47,6 +47,7 @@ from appliance.hub.names import STARTER_FOLDER, HubName, model_name
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights_layout import gpu_layout
+from engine.checkpoint.written_models import memfd_of
 from engine.errors import AlreadyRunning, ConfigError
 from engine.kernels.attention_backends import SAFE, this_machine
 from engine.profile.facts import Profile
@@ -361,9 +362,10 @@ def _setups(
     specs: Mapping[str, PoolSpec],
     arena: PoolSpec | None,
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
-    """Make one Setup per worker, and the memfds of weights and arena that all workers inherit."""
+    """Make one Setup per worker, and the memfds of headers, weights and arena that all inherit."""
     topology = placement.topology
-    fds = [] if arena is None or arena.fd is None else [arena.fd]
+    model_fd = memfd_of(checkpoint)
+    fds = [model_fd, *([] if arena is None or arena.fd is None else [arena.fd])]
     specs_by_worker = _arenas(weights, placement) | _staged(
         checkpoint, dtype, placement, packing=weights.packing
     )
@@ -375,6 +377,7 @@ def _setups(
         setup = Setup(
             worker=plan.name,
             model_dir=str(checkpoint.folder),
+            checkpoint_fd=model_fd,
             dtype=dtype,
             block_size=placement.block_size,
             pool=specs[plan.pool],

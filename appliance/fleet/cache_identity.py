@@ -24,7 +24,8 @@ from queue import SimpleQueue
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
-from engine.errors import ConfigError
+from engine.checkpoint.model_file import MAX_WHOLE_BYTES, open_model_file
+from engine.errors import CheckpointError, ConfigError
 from engine.kernels.cpu import load_kernels
 from engine.scheduler.cache.hashes import KEY_BYTES, PrefixHasher
 from engine.system.own_files import open_own
@@ -100,7 +101,10 @@ def _kernels_level() -> str:
 def _config_sum(folder: Path) -> str:
     """Digest the model's config.json; a GGUF file includes its configuration."""
     path = folder / "config.json"
-    return blake2b(path.read_bytes()).hexdigest() if folder.is_dir() else ""
+    if not folder.is_dir():
+        return ""
+    with open_model_file(path) as file:
+        return blake2b(file.read(MAX_WHOLE_BYTES)).hexdigest()
 
 
 def load_key(state_dir: Path) -> bytes:
@@ -140,7 +144,7 @@ def fingerprint(files: Iterable[Path], state_dir: Path) -> str:
     known = _remembered(path)
     digests, is_new = [], False
     for file in sorted(files, key=lambda each: each.name):
-        key, about = str(file.resolve()), _about(file)
+        key, about = os.path.realpath(file), _about(file)
         found = known.pop(key, None)
         if found is None or found[:-1] != about:
             found, is_new = [*about, _digest(file, int(about[2]))], True
@@ -158,7 +162,7 @@ def _about(file: Path) -> list[int | str]:
     Copying tools put the time of modification back, but not that of the last change of the inode;
     on file systems whose clocks are coarse, or that keep none, the sample differs.
     """
-    with file.open("rb", buffering=0) as opened:
+    with open_model_file(file) as opened:
         status, sample = os.fstat(opened.fileno()), blake2b(digest_size=16)
         last = max(status.st_size - _SAMPLE_BYTES, 0)
         for number in range(_NUM_SAMPLES):
@@ -178,7 +182,7 @@ def _digest(file: Path, num_bytes: int) -> str:
 
     def digest_part(start: int, tell: Callable[[None], None]) -> bytes:
         digest = blake2b(digest_size=32)
-        with file.open("rb", buffering=0) as opened:
+        with open_model_file(file) as opened:
             opened.seek(start)
             left = min(_PART_BYTES, num_bytes - start)
             while left and (data := opened.read(min(left, _READ_BYTES))):
@@ -189,13 +193,13 @@ def _digest(file: Path, num_bytes: int) -> str:
 
     starts = range(0, num_bytes, _PART_BYTES)
     parts, left = [b""] * len(starts), iter(enumerate(starts))
-    errors: list[OSError] = []
+    errors: list[OSError | CheckpointError] = []
 
     def digest_parts(tell: Callable[[None], None]) -> None:
         try:
             for index, start in left:
                 parts[index] = digest_part(start, tell)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             errors.append(error)
         except MemoryError:
             errors.append(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(file)))

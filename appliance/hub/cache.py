@@ -20,6 +20,7 @@ from pathlib import Path
 
 from appliance.hub.names import HubName, is_quantised_as
 from engine.checkpoint.gguf import parts_of
+from engine.checkpoint.model_file import read_model_text
 from engine.checkpoint.tokenizer_source import WHOLE, tokenizer_source
 from engine.errors import CheckpointError, ConfigError
 from engine.units import size_text
@@ -30,6 +31,8 @@ INCOMPLETE = ".incomplete"
 HUB = "https://huggingface.co"
 """The default hub, without HF_ENDPOINT."""
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
+_PLAIN_NAME = re.compile(r"\w[\w.-]{0,199}")
+_MAX_REF_BYTES = 4096
 _MAX_SHOWN = 8
 
 
@@ -86,8 +89,8 @@ def resolve(cache: Path, name: HubName) -> Path | None:
     folder = repository_folder(cache, name.repository)
     snapshot = None
     ref = folder / "refs" / name.revision
-    if ref.is_file():
-        snapshot = folder / "snapshots" / ref.read_text().strip()
+    if (commit := _commit_at(ref)) is not None:
+        snapshot = folder / "snapshots" / commit
     elif _COMMIT.fullmatch(name.revision):
         fitting = sorted((folder / "snapshots").glob(f"{name.revision}*"))
         if len(fitting) > 1:
@@ -95,6 +98,15 @@ def resolve(cache: Path, name: HubName) -> Path | None:
             raise ConfigError(what, where=str(name), hint="give more of the commit")
         snapshot = fitting[0] if fitting else None
     return None if snapshot is None or missing_files(snapshot, name.file) else snapshot
+
+
+def _commit_at(ref: Path) -> str | None:
+    """Read the commit that a branch was at; None: there is no such file, or no commit in it."""
+    try:
+        commit = read_model_text(ref, _MAX_REF_BYTES).strip()
+    except (OSError, CheckpointError):
+        return None
+    return commit if _PLAIN_NAME.fullmatch(commit) else None
 
 
 def missing_files(snapshot: Path, file: str | None = None) -> list[str]:
@@ -160,7 +172,7 @@ def in_words(cache: Path) -> str:
 def is_current(cache: Path, one: Snapshot) -> bool:
     """Say whether the repository's main branch is known to be at this revision."""
     ref = repository_folder(cache, one.repository) / "refs" / "main"
-    return ref.is_file() and ref.read_text().strip() == one.commit
+    return _commit_at(ref) == one.commit
 
 
 def remove(cache: Path, repository: str, commit: str | None = None) -> int:
@@ -177,12 +189,12 @@ def remove(cache: Path, repository: str, commit: str | None = None) -> int:
         shutil.rmtree(folder)
         return before
     shutil.rmtree(folder / "snapshots" / str(commit))
-    for ref in [path for path in (folder / "refs").rglob("*") if path.is_file()]:
-        if ref.read_text().strip() == commit:
+    for ref in list((folder / "refs").rglob("*")):
+        if _commit_at(ref) == commit:
             ref.unlink()
-    linked = {path.resolve() for other in others for path in other.rglob("*")}
+    linked = {os.path.realpath(path) for other in others for path in other.rglob("*")}
     for blob in (folder / "blobs").glob("*"):
-        if blob.resolve() not in linked:
+        if os.path.realpath(blob) not in linked:
             blob.unlink()
     return before - _disk_bytes(folder)
 

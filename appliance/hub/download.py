@@ -51,7 +51,9 @@ from huggingface_hub.utils import (
 from appliance.hub import cache
 from appliance.hub.hub_http import RemoteFile, Repository, small_files, weight_files
 from appliance.hub.names import HubName, a_model
+from engine.checkpoint.model_file import open_model_file
 from engine.errors import ConfigError, PenstockError
+from engine.system.own_files import open_file
 from engine.text.read_models import read_any_config
 from engine.units import size_text
 
@@ -151,7 +153,7 @@ def fetch(
     blob = folder / "blobs" / file.blob
     blob.parent.mkdir(parents=True, exist_ok=True)
     if not blob.exists():
-        with open(_partial(blob), "ab") as part:
+        with open(_partial(blob), "ab", opener=_open_partial) as part:
             fcntl.flock(part, fcntl.LOCK_EX)  # wait for another process that pulls it
             if not blob.exists():
                 _fetch_into(part, repository, file, on_bytes)
@@ -187,6 +189,11 @@ def note_revision(repository: Repository, root: Path) -> None:
 
 def _partial(blob: Path) -> Path:
     return blob.with_name(blob.name + cache.INCOMPLETE)
+
+
+def _open_partial(path: str, flags: int) -> int:
+    """Open a file that another program could have put there, which may be a pipe."""
+    return open_file(Path(path), flags, 0o666)
 
 
 def _fetch_into(
@@ -269,7 +276,7 @@ def _sum(path: Path, file: RemoteFile) -> str:
         digest = hashlib.sha256()
     else:
         digest = hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
-    with path.open("rb") as whole:
+    with open_model_file(path) as whole:
         while piece := whole.read(_READ_BYTES):
             digest.update(piece)
     return digest.hexdigest()

@@ -6,6 +6,7 @@ Never: imports anything slow: each `penstock status` pays for it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def model_name(model: Path | HubName) -> str:
     """Return the name of a model for clients."""
     if isinstance(model, HubName):
         return model.repository
-    return model.stem if model.suffix == ".gguf" else model.resolve().name
+    return model.stem if model.suffix == ".gguf" else os.path.basename(os.path.realpath(model))
 
 
 def is_model_file(path: Path | HubName) -> bool:

@@ -41,6 +41,20 @@ class _ToldFile(io.FileIO):
         return num_bytes
 
 
+def open_model_fd(path: Path) -> int:
+    """Open a file; return its descriptor.
+
+    Raises:
+        CheckpointError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):  # a pipe opens at once so
+        os.close(fd)
+        raise CheckpointError("not a regular file", where=str(path))
+    return fd
+
+
 def open_model_file(path: Path, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> BinaryIO:
     """Open a file, to be read in pieces of known length.
 
@@ -48,14 +62,10 @@ def open_model_file(path: Path, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> B
         CheckpointError: it is no regular file.
         OSError: it cannot be opened.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe opens at once so
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CheckpointError("not a regular file", where=str(path))
-    return io.BufferedReader(_ToldFile(fd), buffer_bytes)
+    return io.BufferedReader(_ToldFile(open_model_fd(path)), buffer_bytes)
 
 
-def read_model_bytes(path: Path) -> bytes:
+def read_model_bytes(path: Path, max_bytes: int | None = None) -> bytes:
     """Read a whole file.
 
     Raises:
@@ -65,8 +75,9 @@ def read_model_bytes(path: Path) -> bytes:
     try:
         with open_model_file(path) as file:
             num_bytes = os.fstat(file.fileno()).st_size
-            if num_bytes > MAX_WHOLE_BYTES:
-                what = f"{size_text(num_bytes)}, of at most {size_text(MAX_WHOLE_BYTES)}"
+            most = MAX_WHOLE_BYTES if max_bytes is None else max_bytes
+            if num_bytes > most:
+                what = f"{size_text(num_bytes)}, of at most {size_text(most)}"
                 raise CheckpointError(what, where=str(path))
             return file.read(num_bytes)
     except FileNotFoundError:
@@ -75,7 +86,7 @@ def read_model_bytes(path: Path) -> bytes:
         raise unreadable(path, error) from error
 
 
-def read_model_text(path: Path) -> str:
+def read_model_text(path: Path, max_bytes: int | None = None) -> str:
     """Read a whole file of text in UTF-8, which may begin with a byte-order mark.
 
     Raises:
@@ -83,6 +94,6 @@ def read_model_text(path: Path) -> str:
         FileNotFoundError: it is missing.
     """
     try:
-        return read_model_bytes(path).decode("utf-8-sig")
+        return read_model_bytes(path, max_bytes).decode("utf-8-sig")
     except ValueError as error:
         raise CheckpointError(f"not UTF-8: {error}", where=str(path)) from error

@@ -24,22 +24,33 @@ from typing import Any
 
 from engine.errors import CheckpointError, Unavailable, Unreadable
 from engine.reader.jobs import JOBS
-from engine.reader.limits import BYTES_PER_BYTE, BYTES_PER_TOKENIZER_BYTE, limit_memory
-from engine.text.answers import FORKED, MODEL, YIELDING, Answer, send_answer
+from engine.reader.limits import (
+    BYTES_PER_BYTE,
+    BYTES_PER_TOKENIZER_BYTE,
+    limit_memory,
+    limit_memory_of_text,
+)
+from engine.text.answers import HERE, LONG_TEXT, MODEL, TEXT, YIELDING, Answer, send_answer
 from engine.text.grammar import json_grammar, validate
 
 MEMORY_BYTES = 1 << 30
 """Maximum of addresses, of which a compiler's stack takes 256 MiB."""
 FORK_MEMORY_BYTES, MODEL_MEMORY_BYTES = 3 << 28, 1 << 31
-CPU_S, FORK_CPU_S, MODEL_CPU_S = 5.0, 2.0, 20.0
+CPU_S, FORK_CPU_S, MODEL_CPU_S, TEXT_CPU_S = 5.0, 2.0, 20.0, 1.0
 """Maximum of a job: many times what the longest texts take that can be served."""
-PR_SET_PDEATHSIG = 1
+TEXT_CPU_S_PER_BYTE = 1e-5
+"""Ten times what tokenizers take on a slow core."""
+PR_SET_PDEATHSIG, NO_SIGNAL = 1, 0
+UNKNOWN = 1000
+"""Exit code of a fork that did not end at its last text."""
 FAILED = os.EX_SOFTWARE
 """Exit code of an error that no job should cause."""
 FORK_NICE = 10
 SHORT_BYTES, SHORT_CPU_S = 2048, 0.005
 """What a fork may read and compute before it yields: enough for most texts."""
 MIN_TRIM_BYTES, OWN_PAGES_BYTES = 128 << 10, 64 << 10
+TEXTS_TRIM_BYTES, TEXTS_OWN_PAGES_BYTES = 32 << 20, 8 << 20
+"""A process that tokenizes keeps its pages, which the next text takes again."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 
 
@@ -52,6 +63,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (min(MEMORY_BYTES, most), most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _keep_small()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
     _be_killed_first()
     validate(json_grammar())  # forks then find the compiler's tables made
     gc.freeze()  # and share their pages
@@ -66,14 +78,14 @@ def _quieten() -> None:
         os.dup2(nothing.fileno(), 2)
 
 
-def _keep_small() -> None:
+def _keep_small(trim_bytes: int = MIN_TRIM_BYTES, own_pages_bytes: int = OWN_PAGES_BYTES) -> None:
     """Give large buffers back to the system when they are freed."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # another C library
         return
-    mallopt(_MMAP_THRESHOLD, OWN_PAGES_BYTES)
-    mallopt(_TRIM_THRESHOLD, MIN_TRIM_BYTES)
+    mallopt(_MMAP_THRESHOLD, own_pages_bytes)
+    mallopt(_TRIM_THRESHOLD, trim_bytes)
 
 
 def _be_killed_first(score: int = 800) -> None:
@@ -87,10 +99,12 @@ class Forks:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._running: dict[int, tuple[int, socket.socket]] = {}
-        """Each fork's process and its job's socket, by a pipe held until its end."""
+        self._running: dict[int, tuple[int, list[socket.socket]]] = {}
+        """Each fork's process and its sockets, by a pipe held until its end."""
         self._askers: dict[int, int] = {}
-        """Each fork's process, by its job's socket."""
+        """Each fork's process, by the socket whose end tells that no answer is wanted."""
+        self._texts: socket.socket | None = None
+        """The channel of the fork that tokenizes short texts."""
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
 
@@ -104,59 +118,116 @@ class Forks:
                     elif fd in self._askers:  # else it was just reaped
                         self._abandon(fd)
                     continue
-                kind, fds, _flags, _address = socket.recv_fds(self._control, 16, 1)
+                kind, fds, _flags, _address = socket.recv_fds(self._control, 16, 2)
                 if not fds:
                     return
-                job = socket.socket(fileno=fds[0])
-                if kind in (YIELDING, FORKED, MODEL):
-                    self._fork(job, kind)
+                sockets = [socket.socket(fileno=each) for each in fds]
+                if kind == HERE:
+                    _do_here(sockets[0], kind)
+                elif kind == TEXT:
+                    self._pass_on(sockets[0])
                 else:
-                    with job:
-                        self._do_here(job)
+                    self._fork(sockets, kind)
 
-    def _do_here(self, job: socket.socket) -> None:
-        if _limited(job, CPU_S) == Answer.OVERRAN:
-            os._exit(os.EX_OK)  # what the job has left behind is not known
+    def _pass_on(self, job: socket.socket) -> None:
+        """Give a text to the fork for these; its last one tells of a fork that ended at it."""
+        if self._texts is None:
+            self._texts, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            ended, held = os.pipe()
+            if (pid := os.fork()) == 0:
+                self._forget()
+                job.close()
+                os.close(ended)
+                while fds := socket.recv_fds(theirs, 16, 1)[1]:
+                    _do_here(socket.socket(fileno=fds[0]), TEXT)
+                os._exit(os.EX_OK)
+            os.close(held)
+            theirs.close()
+            self._texts_ended = ended
+            self._running[ended] = pid, []
+            self._poll.register(ended, select.POLLIN)
+        last = self._running[self._texts_ended][1]
+        for each in last:
+            each.close()
+        last[:] = [job]
+        with contextlib.suppress(OSError):  # it has just ended, and is seen to next
+            socket.send_fds(self._texts, [TEXT], [job.fileno()])
 
-    def _fork(self, job: socket.socket, kind: bytes) -> None:
+    def _fork(self, sockets: list[socket.socket], kind: bytes) -> None:
+        job = sockets[0]
         ended, held = os.pipe()
         try:
             pid = os.fork()
         except OSError as error:
             os.close(ended)
             os.close(held)
-            with job:
-                _tell(job, Answer.BUSY, f"no process is left for it: {error.strerror}")
+            _tell(job, Answer.BUSY, f"no process is left for it: {error.strerror}")
+            for each in sockets:
+                each.close()
             return
         if pid == 0:
             if kind == MODEL:
-                _read_model(job)
+                self._read_model(*sockets)
             else:
-                os.nice(FORK_NICE)
-                resource.setrlimit(resource.RLIMIT_AS, (FORK_MEMORY_BYTES, FORK_MEMORY_BYTES))
-                _limited(job, FORK_CPU_S, yields=kind == YIELDING)
+                if kind == LONG_TEXT:
+                    _tell(job, Answer.BEGUN, str(os.getpid()))
+                else:
+                    os.nice(FORK_NICE)
+                    resource.setrlimit(resource.RLIMIT_AS, (FORK_MEMORY_BYTES, FORK_MEMORY_BYTES))
+                _limited(job, kind)
             os._exit(os.EX_OK)
         os.close(held)
-        self._running[ended] = pid, job
+        self._running[ended] = pid, sockets
         self._poll.register(ended, select.POLLIN)
-        self._askers[job.fileno()] = pid
-        self._poll.register(job, 0)  # tells only that the daemon has closed its end
+        self._askers[sockets[-1].fileno()] = pid
+        self._poll.register(sockets[-1], 0)  # tells only that the daemon has closed its end
 
-    def _abandon(self, job_fd: int) -> None:
+    def _read_model(self, job: socket.socket, kept: socket.socket | None = None) -> None:
+        """Read a model's files, whose disk may hang, which nothing but an end from outside ends.
+
+        Args:
+            kept: takes further jobs with what was read.
+        """
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _tell(job, Answer.BEGUN, str(os.getpid()))
+        gc.disable()  # it would look at all that a header holds again and again
+        if _limited(job, MODEL) == Answer.DONE and kept is not None:
+            job.close()
+            self._forget()
+            _keep_small(TEXTS_TRIM_BYTES, TEXTS_OWN_PAGES_BYTES)
+            prctl(PR_SET_PDEATHSIG, NO_SIGNAL)  # another reader may come, for the same daemon
+            Forks(kept).run()
+
+    def _forget(self) -> None:
+        """Close what was inherited: others wait for the end of these."""
+        self._control.close()
+        if self._texts is not None:
+            self._texts.close()
+        for ended, (_pid, sockets) in self._running.items():
+            os.close(ended)
+            for each in sockets:
+                each.close()
+
+    def _abandon(self, asker: int) -> None:
         """End a fork whose answer is not awaited any more."""
-        self._poll.unregister(job_fd)
-        os.kill(self._askers.pop(job_fd), signal.SIGKILL)
+        self._poll.unregister(asker)
+        os.kill(self._askers.pop(asker), signal.SIGKILL)
 
     def _reap(self, ended: int) -> None:
         self._poll.unregister(ended)
         os.close(ended)
-        pid, job = self._running.pop(ended)
-        if self._askers.pop(job.fileno(), None) is not None:
-            self._poll.unregister(job)
+        pid, sockets = self._running.pop(ended)
+        if self._askers.pop(sockets[-1].fileno(), None) is not None:
+            self._poll.unregister(sockets[-1])
         exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with job:
-            if exit_code:
-                _tell(job, Answer.ENDED, str(exit_code))
+        if self._texts is not None and ended == self._texts_ended:
+            self._texts.close()
+            self._texts, exit_code = None, exit_code or UNKNOWN
+        for each in sockets:
+            with each:
+                if exit_code:
+                    _tell(each, Answer.ENDED, str(exit_code))
 
 
 def _yield_cores(*_: object) -> None:
@@ -166,32 +237,30 @@ def _yield_cores(*_: object) -> None:
             os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
 
-def _read_model(job: socket.socket) -> None:
-    """Read a model's files, whose disk may hang, which nothing but an end from outside ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    _tell(job, Answer.BEGUN, str(os.getpid()))
-    gc.disable()  # it would look at all that a header holds again and again
-    _limited(job, MODEL_CPU_S, is_model=True)
+def _do_here(job: socket.socket, kind: bytes) -> None:
+    with job:
+        if _limited(job, kind) == Answer.OVERRAN:
+            os._exit(os.EX_OK)  # what the job has left behind is not known
 
 
-def _limited(
-    job: socket.socket, cpu_s: float, *, yields: bool = False, is_model: bool = False
-) -> Answer:
+def _limited(job: socket.socket, kind: bytes) -> Answer:
     """Do a job; the kernel ends this process when it has computed for so long."""
     body = b"".join(iter(lambda: job.recv(1 << 20), b""))
-    if yields and len(body) > SHORT_BYTES:
+    if kind == YIELDING and len(body) > SHORT_BYTES:
         _yield_cores()
-    elif yields:
+    elif kind == YIELDING:
         signal.signal(signal.SIGVTALRM, _yield_cores)
         signal.setitimer(signal.ITIMER_VIRTUAL, SHORT_CPU_S)
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_PROF, _cpu_s(kind, len(body)))
     try:
         name, args = marshal.loads(body)
     except EOFError:  # given up before all of it was sent
         os._exit(os.EX_OK)
     try:
-        if is_model:
+        if kind == MODEL:
             limit_memory(BYTES_PER_TOKENIZER_BYTE if name == "tokenizer" else BYTES_PER_BYTE)
+        elif kind in (TEXT, LONG_TEXT):
+            limit_memory_of_text(len(body))
         answer, result = _answered(name, args)
     except BaseException as error:  # noqa: BLE001 - it is told, and this process ends
         _report(error)
@@ -199,6 +268,12 @@ def _limited(
     signal.setitimer(signal.ITIMER_PROF, 0)
     _tell(job, answer, result)
     return answer
+
+
+def _cpu_s(kind: bytes, num_bytes: int) -> float:
+    if kind in (TEXT, LONG_TEXT):
+        return TEXT_CPU_S + num_bytes * TEXT_CPU_S_PER_BYTE
+    return {HERE: CPU_S, MODEL: MODEL_CPU_S}.get(kind, FORK_CPU_S)
 
 
 def _answered(name: str, args: tuple[Any, ...]) -> tuple[Answer, str | bytes]:

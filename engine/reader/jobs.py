@@ -10,13 +10,17 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.checkpoint import Checkpoint, weight_files
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.text_model import Kind, TextModelConfig
+from engine.checkpoint.written_models import written
 from engine.errors import Unreadable, reading_model
 from engine.text.call_syntax import CallSyntax
 from engine.text.calls_grammar import calls_grammar
@@ -29,9 +33,8 @@ from engine.text.grammar import (
     with_deep_stack,
 )
 from engine.text.jinja_templates import JinjaTemplate
-from engine.text.read_models import written
 from engine.text.schema_faults import mend
-from engine.text.tokenizer import TokenizerFiles
+from engine.text.tokenizer import Tokenizer, TokenizerFiles
 
 NUM_TEMPLATES = 8
 """A model has up to two, and several models may take turns."""
@@ -120,8 +123,43 @@ def _text_model(path: bytes, kind: Kind, has_weights: bool) -> bytes:
 def _tokenizer(path: bytes, has_chats: bool, source: str = "") -> bytes:
     """Read a tokenizer's files, and build and use it once, within this process's limits."""
     files = TokenizerFiles.read(Path(os.fsdecode(path)), has_chats=has_chats, source=source)
-    files.build_on_trial()
+    _built[:] = [files.build_on_trial()]
     return written(files)
+
+
+_built: list[Tokenizer] = []
+"""The tokenizer of the model that this process has read last."""
+
+
+def _encode(text: str, has_special: bool) -> bytes:
+    with _refused_texts():
+        return array("I", _built[0].encode(text, has_special)).tobytes()
+
+
+def _encode_pair(first: str, second: str) -> bytes:
+    with _refused_texts():
+        return array("I", _built[0].encode_pair(first, second)).tobytes()
+
+
+def _spans(text: str) -> bytes:
+    with _refused_texts():
+        return array("I", chain.from_iterable(_built[0].spans(text))).tobytes()
+
+
+def _decode(token_ids: list[int], skips_special: bool) -> str:
+    with _refused_texts():
+        return _built[0].decode(token_ids, skips_special)
+
+
+@contextmanager
+def _refused_texts() -> Iterator[None]:
+    """Turn into Unreadable the plain Exception that `tokenizers` raises for any reason."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise Unreadable(str(error)) from error
 
 
 JOBS: dict[str, Callable[..., str | bytes]] = {
@@ -135,4 +173,8 @@ JOBS: dict[str, Callable[..., str | bytes]] = {
     "text_model": _text_model,
     "weight_names": _weight_names,
     "tokenizer": _tokenizer,
+    "encode": _encode,
+    "encode_pair": _encode_pair,
+    "spans": _spans,
+    "decode": _decode,
 }

@@ -15,6 +15,8 @@ BYTES_PER_BYTE = 4
 """Memory of a header or a configuration as Python's objects, by its length."""
 BYTES_PER_TOKENIZER_BYTE = 16
 """Memory of a vocabulary, which is there as text, values and tables at once."""
+BYTES_PER_TEXT_BYTE = 1024
+"""Memory of a text that is tokenized: a few places, names and spans of each token."""
 
 
 def limit_memory(bytes_per_byte: int) -> None:
@@ -30,6 +32,14 @@ def limit_memory(bytes_per_byte: int) -> None:
 
     allow(0)
     tell_of_reads(allow)
+
+
+def limit_memory_of_text(num_bytes: int) -> None:
+    """Limit this process until the next text, by this one's length."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = address_bytes() + SPARE_BYTES + BYTES_PER_TEXT_BYTE * num_bytes
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def address_bytes() -> int:

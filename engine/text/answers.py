@@ -13,6 +13,8 @@ HERE, FORKED, YIELDING, MODEL = b"-", b"f", b"y", b"m"
 """How a job runs: in the process itself, in a fork, or in one that takes no busy core.
 
 Models are read in a fork of its own kind."""
+TEXT, LONG_TEXT = b"t", b"l"
+"""How a text is tokenized: in a fork that does one after another, or in one of its own."""
 _HEAD = struct.Struct("<BI")
 
 

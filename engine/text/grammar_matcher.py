@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import llguidance
 
+from engine.errors import RequestError
 from engine.text.grammar import LIMITS, GrammarError, check_length, shorten, with_deep_stack
 from engine.text.tokenizer import Tokenizer
 
@@ -59,7 +60,10 @@ class _Tokens:
 
         Tokenizers that prepend a space do not; then the longest fitting tokens are taken.
         """
-        ids = self._tokenizer.encode(data.decode(errors="replace"), add_special_tokens=False)
+        try:
+            ids = self._tokenizer.encode(data.decode(errors="replace"), add_special_tokens=False)
+        except RequestError:  # it takes too much for this text
+            ids = []
         spelled = b"".join(self.tokens[i] for i in ids if i < len(self.tokens))
         return ids if spelled == data else list(self._longest(data))
 

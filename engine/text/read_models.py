@@ -2,26 +2,25 @@
 
 A file may claim anything, so that only a process with limits reads it; what it answers is what
 reading the file here would have given.
-Owns: how that crosses between the processes.
 Never: reads a model's file.
 """
 
 from __future__ import annotations
 
-import functools
 import os
+import socket
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.families import FAMILY_BY_ARCHITECTURE
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.text_model import Kind, TextModelConfig
-from engine.errors import CheckpointError, Overran
+from engine.checkpoint.written_models import as_path, checkpoint_of, config_of
+from engine.errors import CheckpointError, Overran, Unavailable
+from engine.text.encoder import Encoder, channel
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer, TokenizerFiles
 
@@ -33,8 +32,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: it cannot be served, or reading it takes too much.
         Unavailable: nothing reads it.
     """
-    found: Checkpoint = _CHECKPOINT.decode(_read("checkpoint", path))
-    return replace(found, config=_with_family(found.config))
+    return checkpoint_of(_read("checkpoint", path))
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -43,7 +41,7 @@ def read_config(path: Path) -> ModelConfig:
     Raises:
         CheckpointError: as read_checkpoint().
     """
-    return _with_family(_CONFIG.decode(_read("config", path)))
+    return config_of(_read("config", path))
 
 
 def read_text_model(path: Path, kind: Kind, *, has_weights: bool = True) -> TextModelConfig:
@@ -90,6 +88,8 @@ def read_weight_names(path: Path) -> list[str]:
 def read_tokenizer(path: Path, *, has_chats: bool = True, source: str = "") -> Tokenizer:
     """Read a model's tokenizer and chat template, and build here what was built there on trial.
 
+    The process in which it was tried tokenizes from then on.
+
     Args:
         has_chats: False: leave the template out.
         source: the file of a folder that it is made from; empty: the preferred one.
@@ -97,49 +97,42 @@ def read_tokenizer(path: Path, *, has_chats: bool = True, source: str = "") -> T
     Raises:
         CheckpointError: as read_checkpoint().
     """
-    return Tokenizer.from_files(_FILES.decode(_read("tokenizer", path, has_chats, source)))
-
-
-def _read(job: str, path: Path, *args: Any) -> bytes:
+    ours, theirs = channel()
     try:
-        return READER.read_model(job, os.fsencode(path), *args)
+        with theirs:
+            files = _tokenizer_files(path, theirs, has_chats, source)
+    except BaseException:
+        ours.close()
+        raise
+    digest = files.digest()
+
+    def start_again(kept: socket.socket) -> None:
+        try:
+            is_same = _tokenizer_files(path, kept, has_chats, source).digest() == digest
+        except CheckpointError as error:
+            raise _not_there(error.what) from error
+        if not is_same:
+            raise _not_there("its files have changed since")
+
+    return Tokenizer.from_files(files, Encoder(ours, start_again))
+
+
+def _tokenizer_files(path: Path, kept: socket.socket, *args: Any) -> TokenizerFiles:
+    return _FILES.decode(_read("tokenizer", path, *args, kept=kept))
+
+
+def _not_there(why: str) -> Unavailable:
+    return Unavailable(f"the model's tokenizer cannot be read again: {why}", code="busy")
+
+
+def _read(job: str, path: Path, *args: Any, kept: socket.socket | None = None) -> bytes:
+    try:
+        return READER.read_model(job, os.fsencode(path), *args, kept=kept)
     except Overran as error:
         hint = "is it as its maker published it?"
         raise CheckpointError(error.what, where=str(path), hint=hint) from error
 
 
-def _with_family(config: ModelConfig) -> ModelConfig:
-    return replace(config, family=FAMILY_BY_ARCHITECTURE[config.family.architecture])
-
-
-def written(
-    read: Checkpoint | ModelConfig | TextModelConfig | TokenizerFiles | list[str],
-) -> bytes:
-    """Write what was read of a model's files."""
-    return _ENCODER.encode(read)
-
-
-def _as_bytes(value: Any) -> bytes:
-    if not isinstance(value, Path):
-        raise NotImplementedError(type(value))
-    return os.fsencode(value)
-
-
-@functools.lru_cache(maxsize=1024)
-def _path(name: bytes) -> Path:
-    """Make each path once, of thousands of tensors."""
-    return Path(os.fsdecode(name))
-
-
-def _as_path(kind: type, value: Any) -> Path:
-    if kind is not Path:
-        raise NotImplementedError(kind)
-    return _path(value)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_bytes)
-_CHECKPOINT = msgspec.msgpack.Decoder(Checkpoint, dec_hook=_as_path)
-_CONFIG = msgspec.msgpack.Decoder(ModelConfig, dec_hook=_as_path)
-_TEXT_MODEL = msgspec.msgpack.Decoder(TextModelConfig, dec_hook=_as_path)
+_TEXT_MODEL = msgspec.msgpack.Decoder(TextModelConfig, dec_hook=as_path)
 _NAMES = msgspec.msgpack.Decoder(list[str])
-_FILES = msgspec.msgpack.Decoder(TokenizerFiles, dec_hook=_as_path)
+_FILES = msgspec.msgpack.Decoder(TokenizerFiles, dec_hook=as_path)

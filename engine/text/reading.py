@@ -30,7 +30,11 @@ from engine.text.answers import FORKED, HERE, MODEL, YIELDING, Answer, receive_a
 PROGRAM = python_command("-m", "engine.reader")
 FORKING = frozenset(("constraint", "calls", "mended"))
 """Jobs that run beside each other, like jobs on models; the rest run one at a time."""
-TEMPLATE_JOBS = frozenset(("render", "takes_tools"))
+TEXT_JOBS = frozenset(("encode", "encode_pair", "spans", "decode"))
+_JOB_NAMES = {
+    **dict.fromkeys(("render", "takes_tools"), "a chat template"),
+    **dict.fromkeys(TEXT_JOBS, "a text to tokenize"),
+}
 YIELDING_S = 0.5
 """How long a job may wait for idle cores; then it begins again, and gets a share of busy ones."""
 LONGEST_S = 60.0
@@ -50,7 +54,7 @@ _CAUSES = {
 """What a text takes too much of, by the exit code of its process; others are no text's doing."""
 
 
-class _Ended(Exception):
+class Ended(Exception):
     """The process ended before it answered.
 
     Args:
@@ -109,22 +113,35 @@ class Reader:
         except _Late:
             return self._done(job, body, FORKED).decode()
 
-    def read_model(self, job: str, path: bytes, *args: Any) -> bytes:
+    def read_model(
+        self, job: str, path: bytes, *args: Any, kept: socket.socket | None = None
+    ) -> bytes:
         """Do a job on a model's files.
+
+        Args:
+            kept: takes further jobs with what was read, until the other end is closed.
 
         Raises:
             CheckpointError: it cannot be served.
             Overran: as read(), or its disk hangs.
             Unavailable: as read().
         """
-        return self._done(job, marshal.dumps((job, (path, *args))), MODEL)
+        return self._done(job, marshal.dumps((job, (path, *args))), MODEL, kept)
 
-    def _done(self, job: str, body: bytes, how: bytes) -> bytes:
-        """Have a job done, and once more if its process is ended from outside."""
+    def _done(self, job: str, body: bytes, how: bytes, kept: socket.socket | None = None) -> bytes:
+        return self.retried(job, lambda: self._read(job, body, how, kept))
+
+    def retried(self, job: str, read: Callable[[], bytes]) -> bytes:
+        """Have a job done, and once more if its process is ended from outside.
+
+        Raises:
+            Overran: its text ends the process.
+            Unavailable: something else does.
+        """
         for _attempt in range(2):
             try:
-                return self._read(job, body, how)
-            except _Ended as ended:
+                return read()
+            except Ended as ended:
                 if (why := _CAUSES.get(ended.exit_code)) is not None:
                     raise self._overran(job, why) from ended
                 if ended.exit_code != 0:  # as it ends after a job that took too much memory
@@ -135,31 +152,31 @@ class Reader:
     def _overran(self, job: str, why: str) -> Overran:
         self.failures[why] += 1
         about = "reading it failed" if why == "error" else f"reading it takes too much {why}"
-        what = "a chat template" if job in TEMPLATE_JOBS else "a grammar"
+        what = _JOB_NAMES.get(job, "a grammar")
         what = f"{what} was given up, and its request refused"
         self.tell(f"{'a model was given up' if job in MODEL_JOBS else what}: {about}")
         return Overran(about)
 
-    def _read(self, job: str, body: bytes, how: bytes) -> bytes:
+    def _read(self, job: str, body: bytes, how: bytes, kept: socket.socket | None) -> bytes:
         process, control = self.start()
-        ours, theirs = socket.socketpair()
-        with ours:
-            ours.settimeout(YIELDING_S if how == YIELDING else LONGEST_S)
-            try:
-                with theirs:
-                    socket.send_fds(control, [how], [theirs.fileno()])
-                ours.sendall(body)
-                ours.shutdown(socket.SHUT_WR)
-                answer, result = receive_answer(ours)
-                if answer == Answer.BEGUN:
-                    answer, result = _of_helper(ours, int(result))
-            except TimeoutError as error:
-                if how == YIELDING:
-                    raise _Late from error
-                process.kill()
-                raise _Ended(UNKNOWN) from error
-            except OSError as error:
-                raise _Ended(_exit_code(process)) from error
+        try:
+            answer, result = ask(control, how, body, kept)
+        except TimeoutError as error:
+            if how == YIELDING:
+                raise _Late from error
+            process.kill()
+            raise Ended(UNKNOWN) from error
+        except OSError as error:
+            raise Ended(_exit_code(process)) from error
+        return self.result(job, answer, result)
+
+    def result(self, job: str, answer: Answer, result: bytes) -> bytes:
+        """Return what was answered, or raise it.
+
+        Raises:
+            CheckpointError, Unreadable, Overran, Unavailable: as read() and read_model().
+            Ended: the job's process has ended.
+        """
         if answer == Answer.DONE:
             return result
         text = result.decode()
@@ -173,7 +190,7 @@ class Reader:
                 raise self._overran(job, text)
             case Answer.BUSY:
                 raise Unavailable(text, code="busy", retry_after_ms=_RETRY_MS)
-        raise _Ended(int(text))
+        raise Ended(int(text))
 
     def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Start the process unless it runs.
@@ -217,6 +234,31 @@ class Reader:
                 self._process.kill()
                 self._process.wait()
             self._process = self._control = None
+
+
+def ask(
+    control: socket.socket,
+    how: bytes,
+    body: bytes,
+    kept: socket.socket | None = None,
+) -> tuple[Answer, bytes]:
+    """Send a job to a process, and receive its answer.
+
+    Raises:
+        TimeoutError: no answer comes in time.
+        OSError: the process has ended.
+        Overran: its disk does not answer.
+    """
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.settimeout(YIELDING_S if how == YIELDING else LONGEST_S)
+        with theirs:
+            fds = [theirs.fileno()] if kept is None else [theirs.fileno(), kept.fileno()]
+            socket.send_fds(control, [how], fds)
+        ours.sendall(body)
+        ours.shutdown(socket.SHUT_WR)
+        answer, result = receive_answer(ours)
+        return _of_helper(ours, int(result)) if answer == Answer.BEGUN else (answer, result)
 
 
 def _of_helper(job: socket.socket, pid: int) -> tuple[Answer, bytes]:

@@ -9,8 +9,10 @@ Never: knows requests, and never loads a tokenizer from outside the folder.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,15 +30,15 @@ from engine.checkpoint.chat_files import (
 from engine.checkpoint.gguf import GgufModel, find_gguf
 from engine.checkpoint.token_files import TokenFiles, read_token_files
 from engine.checkpoint.tokenizer_source import WHOLE, tokenizer_hint
-from engine.errors import CheckpointError, RequestError, reading_model
-from engine.text.chat_template import ChatTemplate
+from engine.errors import CheckpointError, Overran, RequestError, Unreadable, reading_model
+from engine.text.chat_template import TOO_COSTLY, ChatTemplate
+from engine.text.decoder_stages import check_token_texts, decoder_stages
+from engine.text.encoder import Encoder
 from engine.text.folder_tokenizer import build_tokenizer
 from engine.text.gguf_tokenizer import read_tokenizer, special_tokens
 
-MAX_HELD_LENGTH = 4096
-"""Maximum length of single texts and lists of ids.
-
-Longer ones form batches of one: `tokenizers` releases Python's lock only for batches."""
+MAX_DECODED_HERE = 64
+"""Maximum of token ids that are decoded beside the loop's work: the last ones of a reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +114,26 @@ class TokenizerFiles:
                 _add_listed(backend, self.tokens)
         return backend
 
-    def build_on_trial(self) -> None:
-        """Build the tokenizer and use it once; what that takes, it takes again elsewhere."""
+    def build_on_trial(self) -> Tokenizer:
+        """Build the tokenizer and use it once; what that takes, it takes again elsewhere.
+
+        Raises:
+            CheckpointError: it is refused, or a token's text may become too long.
+        """
         with reading_model(self.where):
-            tokenizer = Tokenizer(self.build())
+            backend = self.build()
+            tokenizer = Tokenizer(backend)
+            with _refusals(self.where):
+                check_token_texts(tokenizer.max_token_chars, decoder_stages(backend))
             tokenizer.decode(tokenizer.encode(TRIAL_TEXT))
+        return tokenizer
+
+    def digest(self) -> bytes:
+        """Return what tells these files from others that make other ids."""
+        made = hashlib.blake2b(self.text.encode())
+        if self.tokens is not None:
+            made.update(repr((self.tokens.listed, sorted(self.tokens.marks))).encode())
+        return made.digest()
 
 
 TRIAL_TEXT = "Once upon a time, 1234 \u00e4\u4e2d\U0001f600\n\n  x = [a-b]\t" * 4
@@ -143,8 +160,9 @@ class Tokenizer:
         *,
         chat_template: ChatTemplate | str | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
-        self._backend = backend
+        self._backend, self._encoder = backend, encoder
         self._backend.no_truncation()
         self._backend.no_padding()
         self._special_tokens = dict(special_tokens or {})
@@ -154,7 +172,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._silent_ids = {token_id for token_id, token in added.items() if token.special}
-        decoder = _decoder_types(backend)
+        decoder = {stage["type"] for stage in decoder_stages(backend)}
         self._is_byte_level = "ByteLevel" in decoder
         self._has_byte_tokens = "ByteFallback" in decoder
         self.is_context_free = decoder == {"ByteLevel"}
@@ -175,8 +193,11 @@ class Tokenizer:
         return cls.from_files(TokenizerFiles.read(path, has_chats=has_chats))
 
     @classmethod
-    def from_files(cls, files: TokenizerFiles) -> Tokenizer:
+    def from_files(cls, files: TokenizerFiles, encoder: Encoder | None = None) -> Tokenizer:
         """Build what was read.
+
+        Args:
+            encoder: tokenizes in this one's place.
 
         Raises:
             CheckpointError: the tokenizer cannot be built, or the chat template is broken.
@@ -184,36 +205,49 @@ class Tokenizer:
         found, template = files.template, None
         if found is not None:
             template = ChatTemplate(found.text, str(files.template_where), found.tool_text)
-        return cls(files.build(), chat_template=template, special_tokens=files.special_tokens)
+        special = files.special_tokens
+        return cls(files.build(), chat_template=template, special_tokens=special, encoder=encoder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text, by default with the ids that its post-processor adds."""
-        if len(text) > MAX_HELD_LENGTH:
-            (encoding,) = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-        else:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        """Encode a text, by default with the ids that its post-processor adds.
+
+        Raises:
+            RequestError: the tokenizer refuses the text, or takes too much for it.
+            Unavailable: nothing tokenizes it.
+        """
+        if self._encoder is not None:
+            return _numbers(_asked(self._encoder, "encode", text, add_special_tokens))
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        """Encode two texts as one, with the ids that the post-processor adds around each."""
-        if len(first) + len(second) > MAX_HELD_LENGTH:
-            (encoding,) = self._backend.encode_batch_fast([(first, second)])
-        else:
-            encoding = self._backend.encode(first, second)
+        """Encode two texts as one, with the ids that the post-processor adds around each.
+
+        Raises:
+            RequestError: as encode().
+        """
+        if self._encoder is not None:
+            return _numbers(_asked(self._encoder, "encode_pair", first, second))
+        (encoding,) = self._backend.encode_batch_fast([(first, second)])
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Decode token ids; ids outside the vocabulary are silent."""
+        """Decode token ids; ids outside the vocabulary are silent.
+
+        Raises:
+            RequestError: the tokenizer refuses them.
+        """
         ids = [token_id for token_id in token_ids if token_id < self.vocab_size]
-        if len(ids) > MAX_HELD_LENGTH:
-            (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
-        else:
-            text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        return str(text)
+        if self._encoder is not None and len(ids) > MAX_DECODED_HERE:
+            return _asked(self._encoder, "decode", ids, skip_special_tokens).decode()
+        try:
+            return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            raise _refusal(f"{type(error).__name__}: {error}") from error
 
     def piece(self, token_id: int) -> str:
         """Decode a single token, with a cache."""
@@ -224,11 +258,10 @@ class Tokenizer:
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Return each token's place in the text; (0, 0) for tokens that encoding adds."""
-        if len(text) > MAX_HELD_LENGTH:
-            (encoding,) = self._backend.encode_batch([text])
-        else:
-            encoding = self._backend.encode(text)
-        spans: list[tuple[int, int]] = encoding.offsets
+        if self._encoder is not None:
+            ends = iter(_numbers(_asked(self._encoder, "spans", text)))
+            return list(zip(ends, ends, strict=True))
+        spans: list[tuple[int, int]] = self._backend.encode(text).offsets
         return spans
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -304,6 +337,27 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
 
+def _asked(encoder: Encoder, job: str, *args: Any) -> bytes:
+    """Have an encoder do a job, and tell a client of what it refuses."""
+    try:
+        return encoder.read(job, *args)
+    except Overran as error:
+        raise _refusal(error.what, TOO_COSTLY) from error
+    except Unreadable as error:
+        raise _refusal(error.what) from error
+
+
+def _refusal(why: str, code: str = "invalid_value") -> RequestError:
+    about = f"the model's tokenizer cannot be used with this text: {why}"
+    return RequestError(about, code=code, hint="is it as its maker published it? else shorten it")
+
+
+def _numbers(data: bytes) -> list[int]:
+    found = array("I")
+    found.frombytes(data)
+    return found.tolist()
+
+
 def _byte_of(character: str) -> bytes:
     """Return the byte of a byte-level vocabulary's character.
 
@@ -340,15 +394,6 @@ def _check_merges(text: str) -> None:
         right = merge.split(" ")[-1] if isinstance(merge, str) else merge[-1]
         if not right.startswith(model.get("continuing_subword_prefix") or ""):
             raise ValueError(f"a merge with {right[:40]!r}, which lacks the continuing prefix")
-
-
-def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
-    """List the names of the decoder's parts."""
-    if backend.decoder is None:
-        return set()
-    # Its pickled state is its JSON; to_str() would write out the whole vocabulary.
-    spec = json.loads(backend.decoder.__getstate__())
-    return {part["type"] for part in spec.get("decoders", [spec])}
 
 
 _MARK = re.compile(r"[<\[].*[>\]]", re.DOTALL)

@@ -159,6 +159,10 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """Whether Ready must report the KV dtype's effect on the logits."""
     text_models: list[TextModelSpec] = []
     """Models that ComputeTexts may name."""
+    checkpoint_fd: int | None = None
+    """A memfd with what was read of the model, by engine.checkpoint.written_models.
+
+    None: the daemon was started before an upgrade, and the worker has the model read."""
 
     @property
     def pool_dtype(self) -> str:

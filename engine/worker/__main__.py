@@ -21,7 +21,13 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from engine.errors import ChannelClosed, PenstockError, WorkerUnfit
+from engine.errors import (
+    ChannelClosed,
+    CheckpointError,
+    PenstockError,
+    RequestError,
+    WorkerUnfit,
+)
 from engine.wire.beats import Beats
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
@@ -93,7 +99,6 @@ def main() -> int:
 
 
 def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoReturn:
-    from engine.checkpoint.checkpoint import Checkpoint
     from engine.worker.affinity import NodeMemory, use_cores
     from engine.worker.copying import probe
     from engine.worker.kv_pool import PagesAhead, map_pool
@@ -106,7 +111,7 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
     use_cores(setup.cpus)
     progress = _Progress(channel)
     progress.heartbeat()
-    checkpoint = Checkpoint.open(Path(setup.model_dir))
+    checkpoint = _checkpoint(setup)
     config = checkpoint.config.in_groups() if setup.has_window_blocks else checkpoint.config
     grammars = _grammars(checkpoint)
     if setup.gpu is not None:
@@ -184,17 +189,33 @@ def _texts(
     return TextBatches(models, channel.send, None if beats is None else beats.beat)
 
 
+def _checkpoint(setup: Setup) -> Checkpoint:
+    from engine.checkpoint.written_models import checkpoint_in
+    from engine.text.read_models import read_checkpoint
+
+    if setup.checkpoint_fd is None:
+        return read_checkpoint(Path(setup.model_dir))
+    return checkpoint_in(setup.checkpoint_fd)
+
+
 def _grammars(checkpoint: Checkpoint) -> Grammars:
     """Compile grammars for a model's tokenizer, loaded with the first grammar."""
+    from engine.text.grammar import GrammarError
     from engine.text.grammar_matcher import GrammarTokenizer
-    from engine.text.tokenizer import Tokenizer
+    from engine.text.read_models import read_tokenizer
     from engine.worker.grammars import Grammars
 
     folder, config = checkpoint.folder, checkpoint.config
     size, ends = config.vocab_size, config.eos_token_ids
-    return Grammars(
-        lambda: GrammarTokenizer(Tokenizer.from_folder(folder, has_chats=False), size, ends)
-    )
+
+    def load() -> GrammarTokenizer:
+        try:
+            tokenizer = read_tokenizer(folder, has_chats=False)
+        except (CheckpointError, RequestError) as error:
+            raise GrammarError(f"the model's tokenizer cannot be read: {error.what}") from error
+        return GrammarTokenizer(tokenizer, size, ends)
+
+    return Grammars(load)
 
 
 def _loaded(

@@ -15,7 +15,7 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import arena_layout
-from engine.text.tokenizer import Tokenizer
+from engine.text.read_models import read_tokenizer
 from engine.wire.messages import LogitsLoss
 from engine.worker.kv_pool import TORCH_DTYPES, block_shape
 from engine.worker.model.attention import WindowTables
@@ -73,7 +73,7 @@ def kv_loss(
 
 
 def _texts(checkpoint: Checkpoint) -> list[list[int]]:
-    tokenizer = Tokenizer.from_folder(checkpoint.folder, has_chats=False)
+    tokenizer = read_tokenizer(checkpoint.folder, has_chats=False)
     vocab_size = checkpoint.config.vocab_size
     texts = [tokenizer.encode(text)[: MAX_TOKENS // len(TEXTS)] for text in TEXTS]
     # a tokenizer may know more tokens than the model has rows for

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint.chat_files import read_object
 from engine.checkpoint.checkpoint import expected_shapes
 from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
 from engine.checkpoint.weights_layout import is_embedding, layout_of
@@ -320,7 +321,7 @@ def own_dtype(folder: Path | None) -> str:
     path = None if folder is None else folder / "config.json"
     if path is None or not path.exists():
         return "bfloat16"
-    keys = json.loads(path.read_text())
+    keys = read_object(path)
     of_text = keys.get("text_config") or {}
     named = [each.get(key) for each in (keys, of_text) for key in ("dtype", "torch_dtype")]
     return next((name for name in named if name in DTYPE_BYTES), "float32")

@@ -17,6 +17,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import panels_layout
 from engine.errors import PenstockError
 from engine.kernels.attention_backends import AttentionNeeds, choose_attention, this_machine
+from engine.text.read_models import read_checkpoint
 from engine.worker.cuda_faults import cuda_fault
 from engine.worker.device import CudaDevice, sum_in_float32
 from engine.worker.model.backend import Backend, choose_backend
@@ -79,7 +80,7 @@ def _of_backend(prover: Prover, backend: Backend) -> dict[str, object]:
 def main() -> None:
     """Print the report, or end with the reason."""
     try:
-        found = report(Checkpoint.open(Path(sys.argv[1])), sys.argv[2])
+        found = report(read_checkpoint(Path(sys.argv[1])), sys.argv[2])
     except PenstockError as error:
         sys.exit(str(error))
     print(json.dumps(found))  # noqa: T201  # its one result

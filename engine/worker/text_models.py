@@ -15,6 +15,7 @@ import torch
 from engine.checkpoint.text_model import TextModelConfig
 from engine.kernels.cpu import ProductVariants
 from engine.kernels.product_choice import products_here
+from engine.text.read_models import read_text_model
 from engine.wire.messages import TextModelSpec
 from engine.worker.model.linear import Linears, choose_linears
 from engine.worker.model.text_transformer import TextTransformer
@@ -35,7 +36,7 @@ def load_text_models(
 
 
 def _load(spec: TextModelSpec, device: torch.device, alive: Callable[[], None]) -> TextTransformer:
-    config = TextModelConfig.from_folder(Path(spec.model_dir), spec.kind)
+    config = read_text_model(Path(spec.model_dir), spec.kind)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     linears = choose_linears(device.type, dtype)
     variants = None

@@ -22,6 +22,7 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import DTYPE_BYTES
+from engine.checkpoint.model_file import open_model_fd
 from engine.checkpoint.weights_layout import PanelsLayout, WeightsLayout
 from engine.errors import CheckpointError
 from engine.worker.device import Device
@@ -207,7 +208,7 @@ def _pieces(checkpoint: Checkpoint, views: dict[str, torch.Tensor]) -> Iterator[
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_model_fd(path)
     except OSError as error:
         raise CheckpointError(f"cannot open: {error.strerror}", where=str(path)) from error
 

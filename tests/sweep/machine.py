@@ -43,6 +43,7 @@ from engine.scheduler.cache.topology import PREFILL
 from engine.scheduler.offload import slab_files
 from engine.scheduler.router import Router
 from engine.scheduler.routing.worker_routes import MAX_FAILED_COPIES, MIN_CHUNK_TOKENS
+from engine.text.encoder import Encoder
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer, TokenizerFiles
 from tests.sweep.keeper import Keeper
@@ -239,7 +240,7 @@ class Machine:
             mock.patch.object(slab_files.Slabs, "write", self._failing(slab_files.Slabs.write)),
             mock.patch.object(slab_files.Slabs, "read", self._failing(slab_files.Slabs.read)),
             mock.patch.object(Tokenizer, "from_files", _built_tokenizer),
-            mock.patch.object(READER, "read_model", _read_model),
+            mock.patch.object(READER, "read_model", lambda *job, kept: _read_model(*job)),
             mock.patch.object(READER, "read", self._read),
             mock.patch.object(READER, "tell", READER.tell),
             mock.patch.object(secrets, "token_hex", lambda n=16: drawn.randbytes(n).hex()),
@@ -478,7 +479,7 @@ _build_tokenizer, _built = Tokenizer.from_files, dict[Path, Tokenizer]()
 """Once per process: reading it takes longer than a run."""
 
 
-def _built_tokenizer(files: TokenizerFiles) -> Tokenizer:
+def _built_tokenizer(files: TokenizerFiles, _encoder: Encoder) -> Tokenizer:
     """Return a tokenizer that has rendered nothing, as a new daemon's."""
     if files.where not in _built:
         _built[files.where] = _build_tokenizer(files)

@@ -20,6 +20,7 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import DTYPE_BYTES
+from engine.checkpoint.model_file import open_model_fd
 from engine.checkpoint.packed_layouts import FP8_ROWS, panels_shape
 from engine.checkpoint.tensor_info import TensorInfo
 from engine.checkpoint.weights_layout import (
@@ -226,7 +227,7 @@ def map_files(tensors: Mapping[str, TensorInfo], progress: Progress) -> dict[str
 def _map_file(path: Path, end: int) -> torch.Tensor:
     """Map a whole file and read its pages ahead."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_model_fd(path)
     except OSError as error:
         raise unreadable(path, error, "cannot open") from error
     try:

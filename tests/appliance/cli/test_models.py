@@ -19,7 +19,7 @@ from engine.kernels.cpu import has_kernels
 from tests.appliance.cli_process import penstock
 from tests.appliance.model_folder import make_model
 from tests.gguf_files import write_gguf
-from tests.hostile_models import HOSTILE, HOSTILE_TOKENIZERS
+from tests.hostile_models import HOSTILE, HOSTILE_TOKENIZERS, ODD_FILES
 from tests.worlds.fake_daemon import FakeDaemon
 
 
@@ -276,3 +276,30 @@ def test_files_that_claim_too_much_are_a_problem_of_their_model_alone(
     found = {each["check"]: each["verdict"] for each in json.loads(ended.stdout)["data"]}
     assert found["model"] == "bad"
     assert found["reader"] == "ok"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless link"])
+def test_what_is_no_file_in_the_place_of_one_holds_up_no_command(
+    tmp_path: Path, environ: dict[str, str], kind: str
+) -> None:
+    snapshot = in_cache(tmp_path)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    ODD_FILES[kind](refs / "main")
+    asked = {
+        "config.json": "show",
+        "tokenizer_config.json": "show",
+        "model.safetensors": "show",
+        "SHA256SUMS": "verify",
+        "model.safetensors.sha256": "verify",
+    }
+    for name in asked:
+        make_model(folder := tmp_path / "all" / name)
+        (folder / name).unlink(missing_ok=True)
+        ODD_FILES[kind](folder / name)
+    rows = listed(environ, "--dir", str(tmp_path / "all"))
+    assert "owner/a--name@0123456" in {row["name"] for row in rows if row["problem"] is None}
+    for name, verb in asked.items():
+        ended = penstock(environ, "models", verb, str(tmp_path / "all" / name))
+        assert ended.returncode == 78, (name, ended.stderr)
+        assert "Traceback" not in ended.stderr

@@ -186,7 +186,7 @@ def test_on_a_gpu_one_worker_does_both_and_makes_its_own_pool(plan_of, gpu, tiny
     assert (placed.device, setup.gpu) == ("gpu0", GpuSpec("GPU-0", faults=setup.gpu.faults))
     assert setup.gpu.faults == this_machine().faults  # it tries no import that the daemon tried
     assert setup.pool.fd is None
-    assert plan.inherited_fds == [plan.arena.fd]
+    assert plan.inherited_fds == [setup.checkpoint_fd, plan.arena.fd]
     assert setup.weights is None
 
 
@@ -245,7 +245,8 @@ def test_two_workers_on_a_gpu_that_copy_inherit_the_ring_and_the_weights_on_thei
     assert [setup.pool.fd for _, setup in plan.workers] == [None, None]
     fds = {spec.name: spec.fd for _, setup in plan.workers for spec in setup.other_pools}
     (weights,) = {setup.weights.fd for _, setup in plan.workers}
-    assert {fds["ring"], fds["dram"], weights} == set(plan.inherited_fds)
+    (headers,) = {setup.checkpoint_fd for _, setup in plan.workers}
+    assert {fds["ring"], fds["dram"], weights, headers} == set(plan.inherited_fds)
 
 
 def test_workers_on_several_gpus_read_a_share_of_the_weights_each(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 
@@ -14,23 +13,10 @@ from engine.checkpoint.gguf import is_gguf
 from engine.checkpoint.model_file import read_model_text
 from engine.checkpoint.safetensors_header import read_header
 from engine.errors import CheckpointError
+from tests.hostile_models import ODD_FILES
 
 
-def make_socket(path):
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(path))
-
-
-ODD = {
-    "pipe": os.mkfifo,
-    "folder": os.mkdir,
-    "device": lambda path: path.symlink_to("/dev/zero"),
-    "socket": make_socket,
-    "endless link": lambda path: path.symlink_to(path),
-}
-
-
-@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("make", ODD_FILES.values(), ids=ODD_FILES)
 def test_only_a_regular_file_is_read(tmp_path, make):
     for name in ("config.json", "model.gguf"):
         make(tmp_path / name)
@@ -42,7 +28,7 @@ def test_only_a_regular_file_is_read(tmp_path, make):
             Checkpoint.open(path)
 
 
-@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("make", ODD_FILES.values(), ids=ODD_FILES)
 def test_what_is_no_regular_file_is_not_taken_for_an_absent_one(tmp_path, make):
     make(tmp_path / "tokenizer_config.json")
     with pytest.raises(CheckpointError):
