@@ -186,7 +186,7 @@ class SequenceRecords:
         if num_computed in sequence.snapshots_at:
             sequence.frozen_records.add(sequence.valid_record)
         is_kept = sequence.keeps_records and num_computed % block_size == 0
-        if is_kept and sequence.valid_record not in sequence.frozen_records:
+        if num_computed and is_kept and sequence.valid_record not in sequence.frozen_records:
             sequence.kept_record = KeptRecord(sequence.valid_record, num_computed)
         pool, key = sequence.computed_in[0], ("admit", sequence.seq_id, sequence.generation)
         for place in sequence.frozen_records - {sequence.valid_record}:
