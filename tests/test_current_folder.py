@@ -104,6 +104,8 @@ ARGUMENTS = {
     "bench run": ("static",),
     "bench compare": ("static",),
     "bench interference": ("static",),
+    "embed": (__file__,),
+    "rerank": ("word", __file__),
     "whoami": (),
     "version": (),
     "completion": ("bash",),

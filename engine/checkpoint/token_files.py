@@ -22,7 +22,6 @@ from engine.checkpoint.sentencepiece_model import (
     USER_DEFINED,
     read_sentencepiece,
 )
-from engine.checkpoint.tekken_file import read_tekken_specials
 from engine.checkpoint.tokenizer_source import (
     SENTENCE_PIECE,
     TEKKEN,
@@ -216,6 +215,9 @@ def _of_sentencepiece(path: Path) -> _Own:
 
 
 def _of_tekken(path: Path) -> _Own:
+    # commands import this file, and few need msgspec
+    from engine.checkpoint.tekken_file import read_tekken_specials
+
     ids = {text: token_id for token_id, text in enumerate(read_tekken_specials(path))}
     return _Own(ids, {name: text for name, text in _TEKKEN.items() if text in ids})
 

@@ -57,9 +57,9 @@ async def test_without_a_chat_template_completions_still_work(tmp_path):
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/v2", 404, "unknown_url"),
+        ("GET", "/v9", 404, "unknown_url"),
         ("GET", "/v1/nothing", 404, "unknown_url"),
-        ("POST", "/v1/embeddings", 404, "unknown_url"),
+        ("POST", "/v1/moderations", 404, "unknown_url"),
         ("POST", "/v1/conversations", 404, "unknown_url"),
         ("GET", "/v1/conversations/conv_1/items", 404, "unknown_url"),
         ("POST", "/v1/responses/compact", 405, "method_not_allowed"),
@@ -179,8 +179,8 @@ async def test_a_model_is_found_with_its_slashes_encoded_and_raw(served, target)
     "target",
     [
         *("/v1", "*", "/v1/../v1/models", "/v1/models%00", "/%ff%fe", "/%", "/V1/models"),
-        *("/v1/embeddings", "/v1/images/generations", "/v1/audio/speech"),
-        *("http://localhost/v2", "/%2e%2e/etc/passwd"),
+        *("/v1/moderations", "/v1/images/generations", "/v1/audio/speech"),
+        *("http://localhost/v9", "/%2e%2e/etc/passwd"),
     ],
 )
 async def test_what_is_not_there_is_not_found(served, target):

@@ -78,7 +78,9 @@ def without_machine(shown: str) -> str:
 @pytest.mark.parametrize(("verb", "form"), CASES)
 def test_output(home: Path, verb: str, form: str) -> None:
     ended = penstock(user_environ(home), *VERBS[verb], "-o", form, cwd=home)
-    assert (ended.returncode, ended.stderr) == (8 if verb == "status-check" else 0, "")
+    assert ended.returncode == (8 if verb == "status-check" else 0)
+    # the small model's tokenizer has more tokens than its weights, which is told
+    assert bool(ended.stderr) == (verb == "models-show")
     shown = ended.stdout.replace(str(home), "HOME").replace(str(STARTER_FOLDER.parent), "HERE")
     assert all(char == "\n" or char.isprintable() for char in shown)
     if verb == "models-show":

@@ -234,6 +234,9 @@ class FakeNvml:
     def nvmlDeviceGetCudaComputeCapability(self, _handle):  # noqa: N802
         return [9, 0]
 
+    def nvmlDeviceGetComputeRunningProcesses(self, _handle):  # noqa: N802
+        return []
+
     def nvmlDeviceGetMigMode(self, _handle):  # noqa: N802
         return [0, 0]
 

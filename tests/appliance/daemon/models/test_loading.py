@@ -91,8 +91,7 @@ async def test_a_model_whose_pools_do_not_fit_is_refused_before_anything_is_stop
     swapping = swapping_of(a, service, loaded=lambda: on_cores)  # it has nothing to stop it by
     with pytest.raises(ConfigError, match="of KV memory, but only"):
         await swapping._prepare("b")
-    [(code, _)] = events
-    assert code == "model.swap_failed"
+    assert [code for code, _ in events].count("model.swap_failed") == 1
 
 
 async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_path, monkeypatch):
@@ -147,6 +146,7 @@ async def test_a_folder_that_still_hangs_gets_no_second_reader(tmp_path, monkeyp
         readers.append(config)
         answers.wait()
         ended.set()
+        return None, []
 
     monkeypatch.setattr(swapping_module, "check_files", hang)
     with pytest.raises(PenstockError, match="does not answer for"):
