@@ -7,6 +7,7 @@ import stat
 import threading
 import time
 from hashlib import blake2b
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -152,8 +153,8 @@ def test_who_waits_for_anothers_part_computes_at_each_read_of_it(monkeypatch):
                 turns.acquire()
             return super().read(size)
 
-    file = SimpleNamespace(open=lambda mode, buffering: Slow(bytes(10)))
-    caller = threading.Thread(target=lambda: found.append(cache_identity._digest(file, 10)))
+    monkeypatch.setattr(cache_identity, "open_model_file", lambda _path: Slow(bytes(10)))
+    caller = threading.Thread(target=lambda: found.append(cache_identity._digest(Path("w"), 10)))
     caller.start()
     clock = time.pthread_getcpuclockid(caller.ident)
     patient_until_s, has_computed = time.monotonic() + 60, True
