@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import json
 import os
@@ -84,11 +83,6 @@ class Browser:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-
-    async def picture(self) -> bytes:
-        """Draw what the tab shows as a PNG."""
-        shot = await self.call("Page.captureScreenshot", format="png")
-        return base64.b64decode(shot["data"])
 
 
 @asynccontextmanager
