@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 
 from engine.scheduler.cache.block_pool import BlockPool, BlockState
-from engine.scheduler.cache.ledger import Ledger
+from engine.scheduler.cache.ledger import CommandKey, Ledger
 from engine.scheduler.cache.topology import Topology
 from engine.scheduler.preemption import PoolShares, PreemptionCandidate, victim, victim_for
 from engine.scheduler.queue.queue import FairQueue
@@ -58,6 +58,22 @@ class BlockAllocator:
         """Forget a sequence that has ended, or that its worker has released."""
         self._short.pop(sequence.seq_id, None)
         self._leaving.pop(sequence.seq_id, None)
+
+    def waiting(self) -> set[CommandKey]:
+        """List the admissions that no worker can go on with before others free blocks."""
+        return {
+            ("admit", sequence.seq_id, sequence.generation)
+            for sequence in self._short.values()
+            if self._lacks(sequence) and not self._has_room(sequence)
+        }
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Say whether a sequence on a worker has a block for its next position."""
+        assert isinstance(sequence.where, On)
+        pool = self._topology.pool_of(sequence.where.stage.worker)
+        length = len(self._ledger.table(sequence.seq_id, pool))
+        num_usable = min(length, self._ledger.span(sequence.seq_id, pool).end)
+        return sequence.num_computed_tokens < num_usable * self._ledger.pools[pool].block_size
 
     def grow(self) -> list[Sequence]:
         """Give short sequences the free blocks, and preempt others for the rest.

@@ -651,9 +651,9 @@ class Router:
 
     def workers_now(self) -> dict[str, WorkerSnapshot]:
         """Describe the workers alone."""
-        running = self.at.running.values()
-        names = self.topology.names
-        return {name: worker_snapshot(name, running, self.roles, self.ledger) for name in names}
+        running, waiting = self.at.running.values(), self.allocator.waiting()
+        owed = {n: set(self.ledger.unanswered(n)) - waiting for n in self.topology.names}
+        return {n: worker_snapshot(n, running, self.roles, owed[n]) for n in owed}
 
     def roles_now(self) -> RolesSnapshot:
         """Describe the roles alone."""

@@ -7,11 +7,11 @@ Never: changes anything, or hands out a part of the router itself.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from engine.scheduler.block_allocator import BlockAllocator
-from engine.scheduler.cache.ledger import Ledger
+from engine.scheduler.cache.ledger import CommandKey, Ledger
 from engine.scheduler.prompt_waits import PromptWait
 from engine.scheduler.queue.queue import FairQueue
 from engine.scheduler.routing.elastic import PredictionKind, Slo
@@ -32,7 +32,7 @@ class WorkerSnapshot(NamedTuple):
     has_no_cores: bool
     """Cores can be lent, and it has none now."""
     owes: bool
-    """It has commands to answer, or cores to change."""
+    """It has commands to answer that wait for no blocks of others, or cores to change."""
     num_sequences: int
     num_prefilling: int
     num_prompt_tokens_left: int
@@ -119,9 +119,9 @@ class Snapshot(NamedTuple):
 
 
 def worker_snapshot(
-    name: str, running: Iterable[Sequence], roles: Roles, ledger: Ledger
+    name: str, running: Iterable[Sequence], roles: Roles, owed: Collection[CommandKey]
 ) -> WorkerSnapshot:
-    """Describe a worker by what is admitted to it and what it has not answered."""
+    """Describe a worker by what is admitted to it, and the commands that it can go on with."""
     own = [sequence for sequence in running if sequence.worker == name]
     prefilling = [sequence for sequence in own if sequence.phase is Phase.PREFILLING]
     used = tuple(sorted(roles.cores.used(name)))
@@ -129,7 +129,7 @@ def worker_snapshot(
         cpus_used=used,
         is_parked=roles.cores.is_parked(name),
         has_no_cores=roles.cores.can_lend and not used,
-        owes=roles.cores.awaits(name) or bool(ledger.unanswered(name)),
+        owes=roles.cores.awaits(name) or bool(owed),
         num_sequences=len(own),
         num_prefilling=len(prefilling),
         num_prompt_tokens_left=sum(

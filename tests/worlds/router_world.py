@@ -214,9 +214,20 @@ class World:
 
     def check(self):
         self.router.check_invariants()
+        self.check_owing()
         self.num_checks += 1
         if self.num_checks % 16 == 0:
             self.check_hashes()
+
+    def check_owing(self):
+        """A worker that has read all and said all owes what it can go on with, and nothing else."""
+        for name, now in self.router.workers_now().items():
+            worker = self.workers[name]
+            if worker.inbox or worker.outbox or now.is_parked:
+                continue
+            runs = any(r.is_complete or r.room(BLOCK_SIZE) > 0 for r in worker.running.values())
+            copies = any(each.num_ready or each.is_void for each in worker.copies)
+            assert now.owes == (runs or copies), f"{name} owes, or does not"
 
     def check_hashes(self):
         """Every block that can be found has the tokens that its hash says."""

@@ -8,7 +8,7 @@ import pytest
 
 from engine.scheduler.sequences.sequence import Phase
 from engine.wire.finish_reason import FinishReason
-from tests.worlds.router_world import ARMS, World
+from tests.worlds.router_world import ARMS, World, expected_tokens
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -52,3 +52,27 @@ def test_a_worker_owes_until_it_has_let_go():
     assert world.router.workers_now()["prefill"].owes
     world.run()
     assert not world.router.workers_now()["prefill"].owes
+
+
+def test_a_worker_owes_nothing_while_it_waits_for_blocks_that_another_has_to_free():
+    world = World("alias", num_blocks=17)
+    growing, long = world.sequence(4, 50), world.sequence(40, 2)
+    world.submit(growing)
+    while growing.worker != "decode":
+        world.tick()
+    world.submit(long)
+    assert long.worker == "prefill"
+    decode, owed, stepped = world.workers["decode"], [], []
+    for _ in range(30):  # prefill gets no core
+        world.receive(decode)
+        owed.append(world.router.workers_now()["decode"].owes)
+        world.step(decode)
+        stepped.append(decode.has_stepped)
+        while decode.outbox:
+            world.deliver(decode)
+    assert owed == stepped
+    assert (owed[0], owed[-1]) == (True, False)
+    assert world.router.workers_now()["prefill"].owes
+    world.run()
+    for sequence in (growing, long):
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
