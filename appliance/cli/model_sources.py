@@ -12,10 +12,10 @@ from typing import Any
 from engine.checkpoint.chat_files import (
     TEMPLATE_FILES,
     read_chat_template,
-    read_text,
     template_in_metadata,
 )
 from engine.checkpoint.checkpoint import Checkpoint, weight_files
+from engine.checkpoint.folder_files import FolderFiles, read_text
 from engine.checkpoint.gguf import GgufModel, find_gguf, models_in
 from engine.checkpoint.token_files import ADDED_FILE, SPECIAL_FILES, read_token_files
 from engine.errors import CheckpointError
@@ -44,8 +44,8 @@ def sources(folder: Path, checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[
         others = [] if template is None else list(template.others)
         place = None if template is None else template.place
         return _page(named, place, others + _unknown_ends(checkpoint))
-    template = read_chat_template(folder)
-    tokens = read_token_files(folder)
+    parts = FolderFiles(folder)
+    template, tokens = read_chat_template(parts), read_token_files(parts)
     listing, files = weight_files(folder)
     source = () if tokens.source is None else tokens.source.files
     beside = [name for name, texts in tokens.named.items() if texts] + list(tokens.listed)

@@ -8,14 +8,13 @@ Never: compiles a template.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.model_file import read_model_text
+from engine.checkpoint.folder_files import FolderFiles, read_text
 from engine.errors import CheckpointError
 
 _JINJA, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -38,45 +37,13 @@ class ChatTemplateText:
     """Other templates, by file or name, that are not used."""
 
 
-def read_text(path: Path) -> str:
-    """Read a text file, which may begin with a byte-order mark.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    try:
-        return read_model_text(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a file's JSON object; empty: there is no such file, or nothing in it.
-
-    Raises:
-        CheckpointError: it cannot be read, or is no object.
-    """
-    if not os.path.lexists(path):
-        return {}
-    text = read_text(path)
-    if not text.strip():
-        return {}
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
-    if not isinstance(values, dict):
-        raise CheckpointError("it is not a JSON object", where=str(path))
-    return values
-
-
-def read_chat_template(folder: Path) -> ChatTemplateText | None:
+def read_chat_template(files: FolderFiles) -> ChatTemplateText | None:
     """Find the chat template; None: no file has one.
 
     Raises:
         CheckpointError: a file cannot be read, or what it has is no template.
     """
-    named = {name: _texts(_templates_in(folder, name), folder / name) for name in TEMPLATE_FILES}
+    named = {name: _texts(_templates_in(files, name), files.path / name) for name in TEMPLATE_FILES}
     has_usual = any(texts.keys() - {_TOOLS} for texts in named.values())
     found = [
         chosen
@@ -125,16 +92,16 @@ def _choose(texts: Mapping[str, str], place: str) -> ChatTemplateText | None:
     return ChatTemplateText(texts[name], tool_text, shown, others)
 
 
-def _templates_in(folder: Path, file: str) -> dict[str, Any]:
+def _templates_in(files: FolderFiles, file: str) -> dict[str, Any]:
     """Read a file's templates by name."""
     if file == _JINJA:
-        paths = [*sorted((folder / _MORE).glob("*.jinja")), folder / file]
+        paths = [*sorted((files.path / _MORE).glob("*.jinja")), files.path / file]
         return {
             _DEFAULT if path.name == file else path.stem: read_text(path)
             for path in paths
             if os.path.lexists(path)
         }
-    template = read_object(folder / file).get("chat_template")
+    template = files.object(file).get("chat_template")
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]
         template = {str(entry.get("name")): entry.get("template") for entry in entries}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.expert_tensors import expert_tensor
+from engine.checkpoint.folder_files import FolderFiles
 from engine.checkpoint.gguf import GgufModel, find_gguf
 from engine.checkpoint.gguf_tensors import named
 from engine.checkpoint.json_keys import ADAPTER_FILE, ADAPTER_HINT, JsonKeys
@@ -66,10 +67,11 @@ class Checkpoint:
                 hint = f"these are weights; name their folder, {folder.parent}"
             what = "not a folder" if folder.exists() else "no model here"
             raise CheckpointError(what, where=str(folder), hint=hint)
-        config = ModelConfig.from_folder(folder)
+        files = FolderFiles(folder)
+        config = ModelConfig.from_files(files)
         source, paths = weight_files(folder)
         found = _stored(paths, config.family.base, is_unlisted=source == folder)
-        quantisation = Quantisation.from_keys(JsonKeys.from_file(folder / "config.json"))
+        quantisation = Quantisation.from_keys(files.keys("config.json"))
         names, expected = config.family.experts, {}
         for name, shape in expected_shapes(config):
             tensor = found.get(name)

@@ -9,9 +9,9 @@ Never: reads weights or an ordinary vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from engine.checkpoint.chat_files import read_chat_template
+from engine.checkpoint.folder_files import FolderFiles
 from engine.checkpoint.token_files import read_token_files
 
 END_MARKS = frozenset(
@@ -36,7 +36,9 @@ def end_marks(texts: Iterable[str]) -> frozenset[str]:
     return found - {_MESSAGE_END} if found & _HARMONY_ENDS else found
 
 
-def end_tokens(folder: Path, stated: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def end_tokens(
+    folder: FolderFiles, stated: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """List the tokens that end a reply by the file that says so.
 
     Args:

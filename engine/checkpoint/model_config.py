@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.checkpoint.chat_files import read_object
 from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.end_tokens import end_tokens
 from engine.checkpoint.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, reason
 from engine.checkpoint.family import ExpertNames, Family
+from engine.checkpoint.folder_files import FolderFiles
 from engine.checkpoint.gguf import GgufModel, find_gguf
 from engine.checkpoint.gguf_models import config_keys, sampling_keys
 from engine.checkpoint.json_keys import JsonKeys
@@ -40,6 +40,7 @@ _MAX_LAYERS = 4096
 _MAX_EXPERTS = 65536
 _MAX_LAYER_INPUT = 65536
 _OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings")  # beside a family's section
+_GENERATION = "generation_config.json"
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "clamped_swiglu", "sigmoid")
 """Numbered by the kernels in this order. The third is gpt-oss's, whatever its file calls it; the
 last opens gates that models have elsewhere."""
@@ -146,13 +147,18 @@ class ModelConfig:
         gguf = find_gguf(folder)
         if gguf is not None:
             return cls.from_gguf(GgufModel.open(gguf))
-        keys, generation = JsonKeys.from_file(folder / "config.json"), _generation(folder)
+        return cls.from_files(FolderFiles(folder))
+
+    @classmethod
+    def from_files(cls, files: FolderFiles) -> ModelConfig:
+        """Read what from_folder() does of a folder without such a file."""
+        keys, generation = files.keys("config.json"), _generation(files)
         own = _keys_of_family(keys, _family(keys))
         stated = {
             each.path.name: each.token_ids("eos_token_id", None) for each in (generation, own)
         }
         usual = {} if _states_ends(keys, own) else {keys.path.name: stated.pop(keys.path.name)}
-        return cls._from_keys(keys, generation)._ended_by(end_tokens(folder, stated), usual)
+        return cls._from_keys(keys, generation)._ended_by(end_tokens(files, stated), usual)
 
     @classmethod
     def from_gguf(cls, model: GgufModel) -> ModelConfig:
@@ -509,9 +515,9 @@ def _stated_dtype(keys: JsonKeys, family: Family) -> str | None:
     return None
 
 
-def _generation(folder: Path) -> JsonKeys:
-    path = folder / "generation_config.json"
-    return JsonKeys(read_object(path) if path.exists() else {}, path)
+def _generation(files: FolderFiles) -> JsonKeys:
+    path = files.path / _GENERATION
+    return JsonKeys(files.object(_GENERATION) if path.exists() else {}, path)
 
 
 def _states_ends(file_keys: JsonKeys, keys: JsonKeys) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.chat_files import read_object, read_text
+from engine.checkpoint.folder_files import FolderFiles, read_text
 from engine.checkpoint.sentencepiece_model import (
     CONTROL,
     UNKNOWN,
@@ -110,7 +110,7 @@ class TokenFiles:
         return lines
 
 
-def read_token_files(folder: Path, wanted: str = "") -> TokenFiles:
+def read_token_files(folder: FolderFiles, wanted: str = "") -> TokenFiles:
     """Read every file of a folder that lists special or added tokens.
 
     Args:
@@ -119,9 +119,9 @@ def read_token_files(folder: Path, wanted: str = "") -> TokenFiles:
     Raises:
         CheckpointError: one cannot be read.
     """
-    files = {name: read_object(folder / name) for name in SPECIAL_FILES}
-    source = tokenizer_source(os.listdir(folder) if folder.is_dir() else (), wanted)
-    found = _Own({}) if source is None else _READERS[source.name](folder / source.name)
+    files, path = {name: folder.object(name) for name in SPECIAL_FILES}, folder.path
+    source = tokenizer_source(os.listdir(path) if path.is_dir() else (), wanted)
+    found = _Own({}) if source is None else _READERS[source.name](path / source.name)
     decoder = files[_CONFIG].get("added_tokens_decoder")
     is_newer = isinstance(decoder, Mapping)  # transformers then does not read the older map
     order = SPECIAL_FILES if is_newer else SPECIAL_FILES[::-1]
@@ -134,7 +134,7 @@ def read_token_files(folder: Path, wanted: str = "") -> TokenFiles:
     marks |= set(_more_specials(files.values()))
     legacy = [
         AddedToken(text, token_id, text in marks, {"normalized": False})
-        for text, token_id in read_object(folder / ADDED_FILE).items()
+        for text, token_id in folder.object(ADDED_FILE).items()
         if text and type(token_id) is int and token_id >= 0
     ]
     listed = {ADDED_FILE: tuple(legacy), _CONFIG: tuple(_decoder_entries(decoder))}

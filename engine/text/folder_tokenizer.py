@@ -17,8 +17,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from engine.checkpoint.chat_files import read_object, read_text
 from engine.checkpoint.end_tokens import end_marks
+from engine.checkpoint.folder_files import FolderFiles, read_object, read_text
 from engine.checkpoint.sentencepiece_model import (
     CONTROL,
     NORMAL,
@@ -80,7 +80,7 @@ class _Folder:
         return CheckpointError(what, where=where, hint=_HINT)
 
 
-def build_tokenizer(folder: Path, tokens: TokenFiles) -> tokenizers.Tokenizer:
+def build_tokenizer(folder: FolderFiles, tokens: TokenFiles) -> tokenizers.Tokenizer:
     """Build the tokenizer of a folder out of its source.
 
     Args:
@@ -89,10 +89,10 @@ def build_tokenizer(folder: Path, tokens: TokenFiles) -> tokenizers.Tokenizer:
     Raises:
         CheckpointError: a file is damaged, or of a kind that is not served.
     """
-    config, model = read_object(folder / _CONFIG), read_object(folder / "config.json")
+    config, model = folder.object(_CONFIG), folder.object("config.json")
     assert tokens.source is not None, "checked by the caller"
     name = tokens.source.name
-    files = _Folder(folder, name, tokens, config, str(model.get("model_type") or ""))
+    files = _Folder(folder.path, name, tokens, config, str(model.get("model_type") or ""))
     return _BUILDERS[name](files)
 
 

@@ -27,6 +27,7 @@ from engine.checkpoint.chat_files import (
     read_chat_template,
     template_in_metadata,
 )
+from engine.checkpoint.folder_files import FolderFiles
 from engine.checkpoint.gguf import GgufModel, find_gguf
 from engine.checkpoint.token_files import TokenFiles, read_token_files
 from engine.checkpoint.tokenizer_source import WHOLE, tokenizer_hint
@@ -78,7 +79,8 @@ class TokenizerFiles:
 
     @classmethod
     def _of_folder(cls, folder: Path, has_chats: bool, name: str) -> TokenizerFiles:
-        tokens = read_token_files(folder, name)
+        files = FolderFiles(folder)
+        tokens = read_token_files(files, name)
         if tokens.source is None:
             hint = tokenizer_hint(path.name for path in folder.glob("*"))
             missing = folder / WHOLE
@@ -90,9 +92,9 @@ class TokenizerFiles:
                 _check_stages(text)
                 _check_merges(text)
             else:
-                text = build_tokenizer(folder, tokens).to_str()
+                text = build_tokenizer(files, tokens).to_str()
         tokens = replace(tokens, vocabulary="")
-        found = read_chat_template(folder) if has_chats else None
+        found = read_chat_template(files) if has_chats else None
         place = None if found is None else folder / found.place
         return cls(text, where, tokens.variables, tokens, found, place)
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.chat_files import read_object
 from engine.checkpoint.checkpoint import expected_shapes
+from engine.checkpoint.folder_files import read_object
 from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
 from engine.checkpoint.weights_layout import is_embedding, layout_of
 from engine.errors import PenstockError, WorkerFailed

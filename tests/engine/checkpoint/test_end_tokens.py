@@ -7,6 +7,7 @@ import pytest
 from engine.checkpoint.chat_files import read_chat_template, template_in_metadata
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.end_tokens import end_marks
+from engine.checkpoint.folder_files import FolderFiles
 from engine.checkpoint.gguf import GgufModel, find_gguf
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CheckpointError
@@ -184,19 +185,19 @@ def test_a_template_is_found_in_each_place_and_its_end_of_turn_ends_replies(fold
 def test_the_first_place_wins_and_another_template_is_told(folder):
     change(folder, "chat_template.json", chat_template="processor")
     change(folder, "tokenizer_config.json", chat_template="config")
-    found = read_chat_template(folder)
+    found = read_chat_template(FolderFiles(folder))
     assert (found.text, found.place) == ("config", "tokenizer_config.json")
     assert found.others == ("chat_template.json",)
     change(folder, "processor_config.json", chat_template="older")
     (folder / "chat_template.jinja").write_text("processor")
-    found = read_chat_template(folder)
+    found = read_chat_template(FolderFiles(folder))
     assert (found.text, found.place) == ("processor", "chat_template.jinja")
     assert found.others == ("tokenizer_config.json", "processor_config.json")
     more = folder / "additional_chat_templates" / "tool_use.jinja"
     more.parent.mkdir()
     more.write_text("tools")
     more.with_stem("rag").write_text("rag")
-    found = read_chat_template(folder)
+    found = read_chat_template(FolderFiles(folder))
     assert (found.text, found.tool_text) == ("processor", "tools")
     assert found.others[0] == "chat_template.jinja, 'rag'"
 
@@ -205,9 +206,9 @@ def test_a_template_for_tools_alone_hides_no_file_with_the_usual_one(folder):
     more = folder / "additional_chat_templates" / "tool_use.jinja"
     more.parent.mkdir()
     more.write_text("tools")
-    assert read_chat_template(folder).text == "tools"
+    assert read_chat_template(FolderFiles(folder)).text == "tools"
     change(folder, "tokenizer_config.json", chat_template="usual")
-    found = read_chat_template(folder)
+    found = read_chat_template(FolderFiles(folder))
     assert (found.text, found.tool_text, found.place) == ("usual", "tools", "tokenizer_config.json")
 
 

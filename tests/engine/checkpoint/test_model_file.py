@@ -7,8 +7,8 @@ import os
 import pytest
 
 from engine.checkpoint import model_file
-from engine.checkpoint.chat_files import read_object
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.folder_files import read_object
 from engine.checkpoint.gguf import is_gguf
 from engine.checkpoint.model_file import read_model_text
 from engine.checkpoint.safetensors_header import read_header

@@ -5,6 +5,7 @@ import json
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from engine.checkpoint.folder_files import FolderFiles
 from engine.checkpoint.token_files import read_token_files
 from engine.errors import CheckpointError
 from engine.text.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ def test_where_files_disagree_the_used_one_is_told(folder):
     write(folder, "added_tokens.json", **{"<|end|>": 5})
     write(folder, "tokenizer_config.json", bos_token="<|begin|>", added_tokens_decoder={})
     write(folder, "special_tokens_map.json", bos_token="<|end|>", eos_token="<|end|>")
-    files = read_token_files(folder)
+    files = read_token_files(FolderFiles(folder))
     assert files.ids["<|end|>"] == own
     assert files.variables == {"bos_token": "<|begin|>"}
     assert [line.partition(":")[0] for line in files.differing()] == [
@@ -75,7 +76,7 @@ def test_where_files_disagree_the_used_one_is_told(folder):
 def test_without_added_tokens_decoder_the_map_of_special_tokens_wins(folder):
     write(folder, "tokenizer_config.json", bos_token="<|begin|>", unk_token="<|im_end|>")
     write(folder, "special_tokens_map.json", bos_token={"content": "<|end|>"})
-    variables = read_token_files(folder).variables
+    variables = read_token_files(FolderFiles(folder)).variables
     assert variables == {"bos_token": "<|end|>", "unk_token": "<|im_end|>"}
 
 
@@ -83,5 +84,5 @@ def test_without_added_tokens_decoder_the_map_of_special_tokens_wins(folder):
 def test_a_file_of_tokens_that_is_no_object_is_named(folder, name):
     (folder / name).write_text("[]")
     with pytest.raises(CheckpointError) as error:
-        read_token_files(folder)
+        read_token_files(FolderFiles(folder))
     assert error.value.where == str(folder / name)
