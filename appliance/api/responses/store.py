@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -37,18 +37,29 @@ from engine.errors import RequestError
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20
+MAX_CONVERSATION_BYTES = 4 << 20
+"""A longer conversation is not kept: each request that goes on with it reads all of it."""
+
+
+class KeptItem(NamedTuple):
+    """One item of a conversation, as JSON."""
+
+    item_id: Any
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredResponse:
     owner: str
     response: bytes
-    items: bytes
+    items: tuple[KeptItem, ...]
     """The conversation up to its end: items of input and output."""
+    num_output: int
+    """Of the items, the last ones."""
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.items)
+        return len(self.response) + sum(len(item.data) for item in self.items)
 
 
 class ResponseStore:
@@ -63,15 +74,22 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def keep(self, owner: str, response: Json, items: list[Json]) -> None:
-        """Remember one, and forget the oldest beyond the bounds."""
-        kept = _StoredResponse(owner, msgspec.json.encode(response), msgspec.json.encode(items))
+        """Remember one, unless its conversation is too long, and forget the oldest ones."""
+        kept = _StoredResponse(
+            owner,
+            msgspec.json.encode(response),
+            tuple(KeptItem(item.get("id"), msgspec.json.encode(item)) for item in items),
+            len(response.get("output", ())),
+        )
         response_id = response["id"]
         with self._lock:
             self._drop(response_id)
+            if kept.num_bytes > min(MAX_CONVERSATION_BYTES, self._max_bytes):
+                return
             self._kept[response_id] = kept
             self._num_bytes += kept.num_bytes
-            for item in items:
-                self._holders[owner, item.get("id")] = response_id
+            for item in kept.items:
+                self._holders[owner, item.item_id] = response_id
             while len(self._kept) > self._max_responses or self._num_bytes > self._max_bytes:
                 self._drop(next(iter(self._kept)))
 
@@ -89,8 +107,16 @@ class ResponseStore:
         Raises:
             RequestError: 404: it does not exist, or is another client's.
         """
-        items: list[Json] = msgspec.json.decode(self._of(response_id, owner).items)
-        return items
+        return [msgspec.json.decode(item.data) for item in self._of(response_id, owner).items]
+
+    def asked(self, response_id: str, owner: str) -> tuple[KeptItem, ...]:
+        """Return the conversation that a response answered to.
+
+        Raises:
+            RequestError: 404: it does not exist, or is another client's.
+        """
+        kept = self._of(response_id, owner)
+        return kept.items[: len(kept.items) - kept.num_output]
 
     def forget(self, response_id: str, owner: str) -> None:
         """Delete a stored response.
@@ -108,8 +134,9 @@ class ResponseStore:
             response_id = self._holders.get((owner, item_id))
         if response_id is None:
             return None
-        items = self.items(response_id, owner)
-        return next((one for one in items if one.get("id") == item_id), None)
+        items = self._of(response_id, owner).items
+        found = next((one.data for one in items if one.item_id == item_id), None)
+        return None if found is None else cast(Json, msgspec.json.decode(found))
 
     def _drop(self, response_id: str) -> None:
         """Forget a response, and its items that no newer one holds."""
@@ -117,8 +144,8 @@ class ResponseStore:
         if kept is None:
             return
         self._num_bytes -= kept.num_bytes
-        for item in msgspec.json.decode(kept.items):
-            key = (kept.owner, item.get("id"))
+        for item in kept.items:
+            key = (kept.owner, item.item_id)
             if self._holders.get(key) == response_id:
                 del self._holders[key]
 
@@ -150,14 +177,12 @@ async def response(http: HttpRequest) -> Response:
 async def input_items(http: HttpRequest) -> Response:
     """GET /v1/responses/{id}/input_items: the conversation that a kept response answered to."""
     response_id, owner = http.path_params["id"], peer_of(http).name
-    kept = msgspec.json.decode(_store(http).response(response_id, owner))
-    items = _store(http).items(response_id, owner)
-    asked = items[: len(items) - len(kept["output"])]
-    told = list(asked)
+    told = list(_store(http).asked(response_id, owner))
     if http.query_params.get("order") != "asc":
         told.reverse()
-    ends = {"first_id": told[0]["id"], "last_id": told[-1]["id"]} if told else {}
-    return json_response({"object": "list", "data": told, "has_more": False, **ends})
+    ends = {"first_id": told[0].item_id, "last_id": told[-1].item_id} if told else {}
+    data = [msgspec.Raw(item.data) for item in told]
+    return json_response({"object": "list", "data": data, "has_more": False, **ends})
 
 
 async def cancel(http: HttpRequest) -> Response:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import httpx
+import msgspec
 import openai
 import pytest
 
-from appliance.api.responses.store import ResponseStore
+from appliance.api.responses.store import MAX_CONVERSATION_BYTES, ResponseStore
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
@@ -215,6 +216,28 @@ def test_what_is_forgotten_makes_room():
         store.forget(f"resp_{number}", "ann")
     kept(store, 99)
     assert store.response("resp_99", "ann")
+
+
+def test_who_asks_for_one_item_or_for_all_as_they_are_has_no_other_read(monkeypatch):
+    store, decode, sizes = ResponseStore(), msgspec.json.decode, []
+    items = [{"id": "small"}, {"id": "large", "text": "x" * 10_000}]
+    store.keep("ann", {"id": "a", "output": [{"id": "out"}]}, [*items, {"id": "out"}])
+    monkeypatch.setattr(
+        msgspec.json, "decode", lambda data: sizes.append(len(data)) or decode(data)
+    )
+    assert store.item("small", "ann") == {"id": "small"}
+    assert [decode(one.data) for one in store.asked("a", "ann")] == items
+    store.forget("a", "ann")
+    assert sizes == [len('{"id":"small"}')]
+
+
+def test_a_conversation_that_is_too_long_is_not_kept_and_costs_nobody_else_theirs():
+    store = ResponseStore()
+    kept(store, 0)
+    kept(store, 1, "y" * MAX_CONVERSATION_BYTES)
+    with pytest.raises(RequestError):
+        store.items("resp_1", "ann")
+    assert store.items("resp_0", "ann")
 
 
 # Items by their ids
