@@ -135,7 +135,7 @@ class ClientProtocol(H11Protocol):
             left: the reply of a dead daemon that this connection is for.
         """
         # Uvicorn copies the state into the scope of each request on the connection.
-        calls = (self._is_encrypted, self._on_key, self._write_part, self._hang_up)
+        calls = (self._is_encrypted, self._on_key, self._write_part, self.hang_up)
         head = None if left is None else left.journal.head
         line = ClientLine(
             credentials,
@@ -361,6 +361,16 @@ class ClientProtocol(H11Protocol):
         return bool(self._kept_name)
 
     @property
+    def num_unread(self) -> int:
+        """Bytes that its client has not read."""
+        return 0 if self._mark is None else self.transport.get_write_buffer_size()
+
+    @property
+    def caller(self) -> tuple[int | None, str | None]:
+        """Whose it is: a user, or the holder of a key; one caller for all others."""
+        return None if self.credentials is None else self.credentials.uid, self.key
+
+    @property
     def is_silent(self) -> bool:
         """Whether the client has sent nothing yet."""
         return not self._num_received
@@ -437,7 +447,7 @@ class ClientProtocol(H11Protocol):
             self._handshake = None
             return False
         if self._phase() is ConnectionPhase.IDLE:
-            self._hang_up()
+            self.hang_up()
             return False
         self._refuse(too_many_connections())
         return True
@@ -465,7 +475,7 @@ class ClientProtocol(H11Protocol):
             is_chunked = self.scope["http_version"] == "1.1"
             self.transport.write(_chunk(part) if is_chunked else part)
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
         """End the connection now; drop unread input and further output."""
         self.transport.abort()
 

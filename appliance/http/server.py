@@ -14,7 +14,8 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import cast
 
 import uvicorn
@@ -41,6 +42,10 @@ SHARE_OF_ONE = 0.75
 Also the maximum share of TCP connections per key."""
 GIVEN_UP_AT_ONCE = 8
 """Idle connections to close at once when no descriptor is left."""
+MAX_UNREAD_BYTES = 256 << 20
+"""Maximum of replies that clients have not read, of all connections together."""
+MIN_UNREAD_BYTES = 64 << 10
+"""Less of a connection does not count: a stream may be a little behind."""
 STRAGGLER_S = 2.0
 """Seconds for one more request on a connection open before a stop."""
 SILENT_S = 0.25
@@ -251,7 +256,26 @@ class ApiServer:
         now = time.monotonic()
         for connection in list(self._connections):
             connection.look(now)
+        self._cut_unread()
         self._turned_away.look()
+
+    def _cut_unread(self) -> None:
+        """Cut connections off while too much is unread: the largest of whoever has most.
+
+        A small body may ask for a large reply, and who reads a little of it each second is not cut
+        for being slow.
+        """
+        unread = {each: each.num_unread for each in self._connections}
+        unread = {each: size for each, size in unread.items() if size >= MIN_UNREAD_BYTES}
+        while sum(unread.values()) > MAX_UNREAD_BYTES:
+            held: Counter[Hashable] = Counter()
+            for each, size in unread.items():
+                held[each.caller] += size
+            caller, _ = held.most_common(1)[0]
+            own = [each for each in unread if each.caller == caller]
+            largest = max(own, key=unread.__getitem__)
+            largest.hang_up()
+            del unread[largest]
 
     def _on_connection(self, connection: socket.socket) -> None:
         who = credentials_of(connection)

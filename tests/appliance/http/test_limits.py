@@ -167,7 +167,7 @@ async def test_an_address_with_a_key_in_it_shows_that_key(running):
 
 async def test_only_liveness_is_open_without_a_key(running):
     assert (await running.tcp.get("/health")).status_code == 200
-    for path in ("/ready", "/version", "/nothing", "/v1/penstock/state"):
+    for path in ("/ready", "/version", "/nothing", "/v1/penstock/state", "/healthy"):
         assert (await running.tcp.get(path)).status_code == 401
 
 
@@ -205,6 +205,24 @@ async def test_a_new_policy_holds_for_connections_that_are_open(running):
     assert (await running.tcp.get("/v1/models", headers=key)).status_code == 200
     running.server.policy = AccessPolicy(keys=(ApiKey("bob", Role.USER, bytes(32)),))
     assert (await running.tcp.get("/v1/models", headers=key)).status_code == 401
+
+
+async def test_frames_end_when_their_reader_may_do_less_than_before(running, monkeypatch):
+    """By key and by user: what a lowered role may not see is not sent on."""
+    (key,) = running.policy.keys
+    keys = (dataclasses.replace(key, role=Role.USER),)
+    running.server.policy = dataclasses.replace(running.policy, keys=keys)
+    roles = [Role.USER]
+    monkeypatch.setattr(AccessPolicy, "_role_of", lambda *_: roles[0])
+    own, writer = await running.connect()
+    writer.write(b"GET /v1/penstock/stream HTTP/1.1\r\nHost: x\r\n\r\n")
+    _status, other, _ = await watch(running, running.key)
+    async with asyncio.timeout(120):
+        for reader in (own, other):
+            await reader.readuntil(b'"seq":')
+        running.server.policy, roles[:] = running.policy, [Role.VIEWER]
+        for reader in (own, other):
+            await reader.readuntil(b"\r\n0\r\n\r\n")
 
 
 async def test_the_frames_of_a_key_end_when_it_is_revoked(running, appliance):
@@ -562,6 +580,29 @@ async def test_a_stream_that_nobody_reads_does_not_pile_up(patient, appliance):
     assert 0 < sum(unread) < 200_000, "of about a megabyte"
     writer.transport.resume_reading()
     assert (await read_all(reader)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_of_replies_that_nobody_reads_the_largest_is_cut(patient, monkeypatch):
+    """Who reads a little at times is not slow enough to be cut, and many would fill the memory."""
+    cut = []
+    monkeypatch.setattr(server, "MAX_UNREAD_BYTES", 4 << 20)
+    monkeypatch.setattr(connection.ClientProtocol, "hang_up", lambda one: cut.append(one))
+
+    async def ask(num_words):
+        body = json.dumps({"prompt": "a b " * num_words, "with_pieces": True}).encode()
+        reader, writer = await patient.connect()
+        writer.write(post(body, "/tokenize", "Connection: close\r\n"))
+        return reader
+
+    readers = [await ask(num_words) for num_words in (15_000, 60_000, 20_000)]
+    await until(lambda: len(cut) > 1)
+    assert len(set(cut)) == 1
+    largest = max(patient.server._connections, key=lambda one: one.num_unread)
+    assert cut[0] is largest
+    monkeypatch.undo()
+    largest.hang_up()
+    whole = [(await read_all(reader)).endswith(b"null}") for reader in readers]
+    assert whole == [True, False, True]
 
 
 async def test_an_old_client_gets_its_stream_without_chunks_and_then_the_end(running):
