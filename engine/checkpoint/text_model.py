@@ -42,6 +42,11 @@ _MODE_KEYS = {
 _DENSE_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu"}
 MAX_LAYERS = 1024
 """Published models have fewer than 100."""
+MAX_MODULES = 64
+MAX_DIMENSIONS = 1 << 16
+"""Of a vector; published models have some thousands."""
+MAX_PROMPT_CHARS = 1 << 16
+"""Of all prompts together: each text of a request may get one."""
 LINEAR = "linear"
 """What a part's folder calls its product."""
 
@@ -314,11 +319,11 @@ def _listed(where: Path) -> Iterator[tuple[str, str]]:
         entries = json.loads(read_model_text(where))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"not valid JSON: {error}", where=str(where)) from None
-    for entry in entries if isinstance(entries, list) else [None]:
+    for entry in entries if isinstance(entries, list) and len(entries) <= MAX_MODULES else [None]:
         kind, path = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (0, 0)
         is_plain = isinstance(path, str) and path in ("", Path(path).name) and path != ".."
         if not isinstance(kind, str) or not is_plain:
-            what = "not a list of modules, each with a type and the name of a folder"
+            what = f"not a list of at most {MAX_MODULES} modules, each a type and a folder's name"
             raise CheckpointError(what, where=str(where))
         yield kind.rpartition(".")[2], str(path)
 
@@ -342,6 +347,8 @@ def _prompts(folder: Path) -> dict[str, str]:
     found: dict[str, Any] = keys.section("prompts").values
     if not all(isinstance(text, str) for text in found.values()):
         raise keys.bad("prompts", "a text for each name")
+    if sum(map(len, (*found, *found.values()))) > MAX_PROMPT_CHARS:
+        raise keys.bad("prompts", f"at most {MAX_PROMPT_CHARS} characters")
     return found
 
 
@@ -353,8 +360,8 @@ def _pooling(folder: Path) -> tuple[str, ...]:
         modes = tuple(mode) if isinstance(mode, list) else (mode,)
     else:
         modes = tuple(name for key, name in _MODE_KEYS.items() if keys.flag(key))
-    if not modes or any(mode not in _POOLINGS for mode in modes):
-        raise keys.bad("pooling_mode", f"one of {', '.join(_POOLINGS)}")
+    if not modes or any(mode not in _POOLINGS or modes.count(mode) > 1 for mode in modes):
+        raise keys.bad("pooling_mode", f"one of {', '.join(_POOLINGS)}, or several")
     return modes
 
 
@@ -413,6 +420,9 @@ def _check_sizes(config: TextModelConfig, tensors: Mapping[str, TensorInfo]) -> 
         if bias is not None and bias.shape != (rows,):
             raise _misshapen(bias, (rows,))
         size = rows
+    if size > MAX_DIMENSIONS:
+        what = f"its vectors have {size} numbers, at most {MAX_DIMENSIONS} are served"
+        raise CheckpointError(what, where=str(config.folder))
     if config.family.positions is not None:
         table = tensors[f"{config.family.positions}.weight"]
         needed = config.first_position + config.max_tokens

@@ -10,7 +10,7 @@ Never: knows workers, or reads a clock.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +19,8 @@ from engine.scheduler.queue.waiting_limit import OWNER_SHARE
 
 MAX_TEXTS = 256
 """The most texts of a batch: their vectors are one message."""
+MAX_WAITING = 1 << 16
+"""The most texts that wait, however short they are."""
 RETRY_MS = 1000
 
 
@@ -33,21 +35,25 @@ class WaitingText:
     """Workers that died with it in their batches."""
     is_dropped: bool = field(default=False, kw_only=True)
     """Its call has ended."""
+    waits_for: int = field(default=0, kw_only=True)
+    """Tokens that it counts for while it waits; 0: it does not."""
 
 
 class TextQueue:
     """Texts by owner, in their order."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[WaitingText]] = {}
+        self._waiting: dict[str, OrderedDict[WaitingText, None]] = {}
         self._charged: dict[str, float] = {}
+        self._held: Counter[str] = Counter()
+        """Tokens that wait by owner, counted as texts come and go: many may wait at each push."""
         self.weights: Mapping[str, float] = {}
         """Weights by owner; the default is 1."""
         self.max_tokens = 1 << 20
         """Tokens that may wait; one call's may be more while nothing waits."""
 
     def __bool__(self) -> bool:
-        return any(not text.is_dropped for texts in self._waiting.values() for text in texts)
+        return bool(self._held)
 
     def push(self, texts: list[WaitingText]) -> None:
         """Queue all of a call's texts behind their owners' others, or none.
@@ -55,25 +61,32 @@ class TextQueue:
         Raises:
             QueueFull: too many tokens wait, of all owners or of this one.
         """
-        waiting = [text for each in self._waiting.values() for text in each if not text.is_dropped]
-        wanted = sum(len(text.token_ids) for text in texts)
-        free = self.max_tokens - sum(len(text.token_ids) for text in waiting)
-        if waiting and wanted > free:
+        wanted = sum(map(self._cost, texts))
+        free = self.max_tokens - self._held.total()
+        if self._held and wanted > free:
             num_tokens = self.max_tokens - free + wanted
             what = f"texts of {num_tokens:,} tokens would wait, at most {self.max_tokens:,} may"
             raise QueueFull(what, retry_after_ms=RETRY_MS)
-        owners = {text.owner for text in texts}
-        held = sum(len(text.token_ids) for text in waiting if text.owner in owners)
+        held = sum(self._held[owner] for owner in {text.owner for text in texts})
         if held and wanted > (share := (OWNER_SHARE * free - held) // (1 + OWNER_SHARE)):
             what = f"{held:,} of your texts' tokens wait, your share allows {max(share, 0):,} more"
             raise QueueFull(what, code="user_quota", retry_after_ms=RETRY_MS)
         for text in texts:
-            self._of(text.owner).append(text)
+            self._of(text.owner)[text] = None
+            self._count(text)
+
+    def drop(self, text: WaitingText) -> None:
+        """Leave a text out, whose call has ended, wherever it is."""
+        text.is_dropped = True
+        self._take_out(text)
 
     def put_back(self, texts: list[WaitingText]) -> None:
         """Queue the texts of a lost batch again, before their owners' others."""
         for text in reversed(texts):
-            self._of(text.owner).appendleft(text)
+            line = self._of(text.owner)
+            line[text] = None
+            line.move_to_end(text, last=False)
+            self._count(text)
 
     def next_batch(self, max_tokens: int) -> list[WaitingText]:
         """Take out texts of one model, up to `max_tokens` together; a longer text is alone.
@@ -89,27 +102,41 @@ class TextQueue:
                 break
             owner = text.owner
             self._charged[owner] += len(text.token_ids) / self.weights.get(owner, 1.0)
-            self._waiting[owner].popleft()
+            self._take_out(text)
             batch.append(text)
         return batch
 
     def _next(self) -> WaitingText | None:
         """Find the first text of the least charged owner; None: nothing waits."""
-        for owner in list(self._waiting):
-            texts = self._waiting[owner]
-            while texts and texts[0].is_dropped:
-                texts.popleft()
-            if not texts:
-                del self._waiting[owner]
         if not self._waiting:
             self._charged.clear()  # tokens that no other owner wanted were free
             return None
-        return self._waiting[min(self._waiting, key=lambda owner: (self._charged[owner], owner))][0]
+        owner = min(self._waiting, key=lambda one: (self._charged[one], one))
+        return next(iter(self._waiting[owner]))
 
-    def _of(self, owner: str) -> deque[WaitingText]:
+    def _of(self, owner: str) -> OrderedDict[WaitingText, None]:
         """Return an owner's texts; one that begins to wait starts level with the least charged."""
         if owner not in self._waiting:
             level = min((self._charged[other] for other in self._waiting), default=0.0)
             self._charged[owner] = max(self._charged.get(owner, 0.0), level)
-            self._waiting[owner] = deque()
+            self._waiting[owner] = OrderedDict()
         return self._waiting[owner]
+
+    def _cost(self, text: WaitingText) -> int:
+        """Count a text's tokens, and its place among MAX_WAITING in tokens."""
+        return len(text.token_ids) + self.max_tokens // MAX_WAITING
+
+    def _count(self, text: WaitingText) -> None:
+        text.waits_for = self._cost(text)
+        self._held[text.owner] += text.waits_for
+
+    def _take_out(self, text: WaitingText) -> None:
+        """Take a text out of its owner's line, if it is there."""
+        if not text.waits_for:
+            return
+        owner, line = text.owner, self._waiting[text.owner]
+        del line[text]
+        self._held[owner] -= text.waits_for
+        text.waits_for = 0
+        if not line:
+            del self._waiting[owner], self._held[owner]

@@ -16,6 +16,8 @@ from appliance.json.fields import integer, invalid_type, invalid_value
 from engine.errors import RequestError
 
 MAX_TOKEN_ID = (1 << 31) - 1
+MAX_TOKENS = 1 << 21
+"""Of all texts of a body: a query, or a prompt, may stand beside each of 2,048."""
 
 
 class TextTooLong(RequestError):
@@ -92,7 +94,7 @@ def tokenize_texts(
     """
     empty = [] if cut is None else encoder.tokenize(prompt)
     most = encoder.max_tokens if cut in (None, -1) else min(cut, encoder.max_tokens)
-    found, num_cut = [], 0
+    found, num_cut, num_tokens = [], 0, 0
     for place, text in enumerate(texts):
         where = param if len(texts) == 1 else f"{param}[{place}]"
         is_ids = isinstance(text, list)
@@ -104,6 +106,8 @@ def tokenize_texts(
             num_cut += 1
         if not ids:
             raise invalid_value(where, "is empty")
+        num_tokens += len(ids)
+        _check_total(num_tokens, param)
         found.append(ids)
     return TextAsk(found, num_cut)
 
@@ -128,7 +132,7 @@ def tokenize_pairs(
     """
     most = encoder.max_tokens if cut in (None, -1) else min(cut, encoder.max_tokens)
     queries: dict[str, list[int]] = {}
-    found, num_cut = [], 0
+    found, num_cut, num_tokens = [], 0, 0
     for place, (query, document) in enumerate(pairs):
         if query not in queries:
             queries[query] = encoder.tokenize_pair(query, "")
@@ -143,8 +147,16 @@ def tokenize_pairs(
             num_cut += 1
         if not ids:
             raise invalid_value(f"{params[1]}[{place}]", "is empty")
+        num_tokens += len(ids)
+        _check_total(num_tokens, params[1])
         found.append(ids)
     return TextAsk(found, num_cut)
+
+
+def _check_total(num_tokens: int, param: str) -> None:
+    if num_tokens > MAX_TOKENS:
+        why = f"has more than {MAX_TOKENS:,} tokens, with what stands beside each text"
+        raise invalid_value(param, why)
 
 
 def _cut(ids: list[int], empty: list[int], most: int) -> list[int]:

@@ -11,10 +11,10 @@ from msgspec import Meta, Struct
 
 from appliance.api.core.fields import Word
 from appliance.json.fields import INT64_MAX, Json
+from engine.checkpoint.text_model import MAX_DIMENSIONS
 
 MAX_TEXTS = 2048
 """Maximum texts per body, on every API: OpenAI's limit of inputs."""
-MAX_DIMENSIONS = 1 << 16
 
 Dimensions = Annotated[int, Meta(ge=1, le=MAX_DIMENSIONS)]
 Cut = Annotated[int, Meta(ge=-1, le=INT64_MAX)]

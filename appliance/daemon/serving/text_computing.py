@@ -119,7 +119,7 @@ class TextComputing:
             return await call.done
         finally:
             for text in waiting:
-                text.is_dropped = True
+                self.queue.drop(text)
                 self._calls.pop(text, None)
 
     def computed(self, worker: str, report: TextsComputed) -> None:
@@ -138,7 +138,7 @@ class TextComputing:
         for text in self._take_back(worker):
             text.num_deaths += 1
             if text.num_deaths >= MAX_DEATHS:
-                text.is_dropped = True
+                self.queue.drop(text)
                 what = f"{text.num_deaths} workers died while computing a text"
                 error = RequestError(what, code="worker_died", status=500, kind="server_error")
                 self._fail(text, error)

@@ -10,6 +10,7 @@ import struct
 
 import pytest
 
+from appliance.api.texts import ask
 from appliance.hub.facts import ModelFacts
 from engine.errors import RequestError, Unavailable
 from engine.text.tokenizer import Tokenizer
@@ -149,6 +150,24 @@ async def test_a_token_that_the_model_does_not_know_is_refused(client, token_id)
 async def test_2048_texts_are_taken(client):
     reply = await posted(client, "/v1/embeddings", {"input": ["a"] * 2048})
     assert len(reply["data"]) == 2048
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": ["a"] * 50, "prompt_name": "query"}, "input"),
+        ("/v1/rerank", {"query": "q" * 20, "documents": ["d"] * 50}, "documents"),
+        ("/v1/score", {"text_1": "q" * 20, "text_2": ["d"] * 50}, "text_2"),
+    ],
+)
+async def test_what_stands_beside_each_text_counts_with_each(
+    client, appliance, monkeypatch, path, body, param
+):
+    monkeypatch.setattr(ask, "MAX_TOKENS", 300)
+    assert (await error_of(client, path, body))["param"] == param
+    assert not any(one.asked for one in appliance.text_encoders.values())
+    short = {"query": "q", "text_1": "q", "prompt_name": None}
+    await posted(client, path, {key: short.get(key, value) for key, value in body.items()})
 
 
 async def test_fields_without_effect_are_named(client):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import QueueFull
-from engine.scheduler.text_queue import MAX_TEXTS, TextQueue, WaitingText
+from engine.scheduler.text_queue import MAX_TEXTS, MAX_WAITING, TextQueue, WaitingText
 
 
 def text(owner="a", length=4, model="m"):
@@ -70,7 +70,7 @@ def test_what_nobody_waits_for_is_left_out():
     queue = TextQueue()
     given_up, kept = text(), text()
     queue.push([given_up, kept])
-    given_up.is_dropped = True
+    queue.drop(given_up)
     assert queue.next_batch(16) == [kept]
     assert not queue.next_batch(16)
 
@@ -103,3 +103,43 @@ def test_one_owner_leaves_room_for_another():
         queue.push([text("a", 1)])
     assert refused.value.code == "user_quota"
     queue.push([text("b", 25)])
+
+
+def test_what_nobody_waits_for_is_kept_nowhere_though_others_are_before_it():
+    queue = TextQueue()
+    first, given_up = text(), [text() for _ in range(100)]
+    queue.push([first, *given_up])
+    for each in given_up:
+        queue.drop(each)
+    assert sum(map(len, queue._waiting.values())) == 1
+    queue.put_back(queue.next_batch(16))
+    queue.drop(first)
+    assert not queue
+    queue.drop(first)
+    assert queue.next_batch(16) == []
+
+
+def test_short_texts_are_refused_by_their_number():
+    queue = TextQueue()
+    num_taken = 0
+    with suppress(QueueFull):
+        for owner in map(str, range(100)):
+            queue.push([text(owner, 1) for _ in range(2048)])
+            num_taken += 2048
+    assert 0.8 * MAX_WAITING < num_taken <= MAX_WAITING
+
+
+def test_a_push_looks_at_no_text_that_waits_already():
+    class Ids(list):
+        num_looks = 0
+
+        def __len__(self):
+            self.num_looks += 1
+            return super().__len__()
+
+    queue, ids = TextQueue(), Ids([7])
+    queue.push([WaitingText("m", "a", ids)])
+    before = ids.num_looks
+    for owner in "abc":
+        queue.push([text(owner)])
+    assert ids.num_looks == before
