@@ -264,8 +264,9 @@ class _LogApi:
             self._open.remove(place)
 
     async def _reply(self, http: Request, read: Callable[[], list[dict[str, object]]]) -> Response:
-        rows = await self._turns.run(http, read)
-        return json_response({"object": "list", "data": rows})
+        return await self._turns.run(
+            http, lambda: json_response({"object": "list", "data": read()})
+        )
 
 
 @dataclass(eq=False, slots=True)

@@ -46,6 +46,14 @@ def test_root_and_the_daemons_own_user_are_operators_always():
         assert policy.peer_of(Credentials(uid, 1, 1, frozenset())).role is Role.OPERATOR
 
 
+def test_root_and_the_daemons_own_user_are_operators_also_where_they_are_two(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    roles = [
+        AccessPolicy().peer_of(Credentials(uid, 1, 1, frozenset())).role for uid in (0, 1234, 1)
+    ]
+    assert roles == [Role.OPERATOR, Role.OPERATOR, Role.USER]
+
+
 def test_users_and_groups_get_the_role_they_are_named_for():
     by_uid = UserDirectory(uids=frozenset({54321}))
     by_group = UserDirectory(gids=frozenset({777}))

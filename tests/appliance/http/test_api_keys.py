@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
+import threading
 
 import pytest
 from hypothesis import given
@@ -55,7 +57,12 @@ def test_a_key_is_what_has_the_digest_and_nothing_else(made_up, digest):
 
 @pytest.mark.parametrize(
     ("name", "role", "where"),
-    [("a b", "user", "NAME"), ("", "user", "NAME"), ("a", "root", "--role")],
+    [
+        ("a b", "user", "NAME"),
+        ("", "user", "NAME"),
+        ("a" * 65, "user", "NAME"),
+        ("a", "root", "--role"),
+    ],
 )
 def test_a_key_that_no_file_could_hold_is_not_made(name, role, where):
     with pytest.raises(ConfigError) as error:
@@ -101,6 +108,27 @@ def test_a_key_is_added_to_a_file_for_its_owner_alone_and_no_name_twice(tmp_path
 def test_a_key_is_added_after_a_line_without_an_end(write):
     path = write(f"first user {GOOD}")
     add_key(path, "second")
+    assert [key.name for key in read_keys(path)] == ["first", "second"]
+
+
+def test_of_two_who_add_a_name_at_once_one_is_told_that_it_is_taken(tmp_path):
+    path, told = tmp_path / "keys", []
+    add_key(path, "first")
+
+    def add():
+        try:
+            told.append(add_key(path, "second"))
+        except ConfigError as error:
+            told.append(error)
+
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        other = threading.Thread(target=add)
+        other.start()
+        other.join(0.3)  # it has come to the lock, or would be through
+        file.write(new_key("second")[1].encode() + b"\n")
+    other.join(60)
+    assert isinstance(told[0], ConfigError)
     assert [key.name for key in read_keys(path)] == ["first", "second"]
 
 

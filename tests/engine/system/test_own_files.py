@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.system import own_files
 from engine.system.own_files import (
     check_own_folder,
     check_own_path,
@@ -76,6 +77,25 @@ def test_of_groups_only_the_users_own_may_write(folder):
         folder.chmod(0o775)
         with pytest.raises(PermissionError):
             check_own_folder(folder)
+
+
+def test_a_group_with_the_users_name_that_has_other_members_may_not_write(folder, monkeypatch):
+    user = pwd.getpwuid(os.geteuid())
+    folder.chmod(0o775)
+    for members, is_refused in (([], False), ([user.pw_name], False), (["somebody"], True)):
+        group = grp.struct_group((user.pw_name, "x", folder.stat().st_gid, members))
+        monkeypatch.setattr(grp, "getgrgid", lambda _gid, group=group: group)
+        with pytest.raises(PermissionError) if is_refused else contextlib.nullcontext():
+            check_own_folder(folder)
+
+
+def test_what_became_a_link_after_its_way_was_checked_is_refused(folder, tmp_path, monkeypatch):
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    monkeypatch.setattr(own_files, "_end_of_own_way", lambda path, _uid: path)
+    check_own_path(folder, os.geteuid())
+    with pytest.raises(PermissionError):
+        check_own_path(link, os.geteuid())
 
 
 @AS_ROOT

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -289,6 +290,28 @@ def test_the_process_knows_no_secret_and_holds_no_file_of_the_daemons(reader, mo
     process = psutil.Process(reader.pid)
     assert "HF_TOKEN" not in process.environ()
     assert process.open_files() == []
+
+
+def test_the_process_says_nothing_leaves_no_dump_and_is_ended_before_workers(reader):
+    render(reader, "")
+    process = psutil.Process(reader.pid)
+    assert os.readlink(f"/proc/{reader.pid}/fd/2") == os.devnull  # where a compiler writes texts
+    assert process.rlimit(psutil.RLIMIT_CORE) == (0, 0)
+    assert Path(f"/proc/{reader.pid}/oom_score_adj").read_text() == "800\n"
+
+
+def test_a_grammar_is_behind_all_else_also_where_it_gets_a_share_of_the_cores(reader):
+    render(reader, "")
+    usual = psutil.Process(reader.pid).nice()
+    result = in_thread(lambda: reader.read("constraint", "grammar", SLOW_GRAMMAR, True))
+    while not (forks := children(reader)):
+        time.sleep(0.001)
+    seen = {usual}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while seen == {usual}:
+            seen.add(forks[0].nice())
+    assert max(seen) == min(usual + 10, 19)
+    result()
 
 
 def test_the_daemon_imports_nothing_that_reads_such_texts():
