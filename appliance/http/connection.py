@@ -367,7 +367,7 @@ class ClientProtocol(H11Protocol):
 
     @property
     def caller(self) -> tuple[int | None, str | None]:
-        """Whose it is: a user, or the holder of a key; one caller for all others."""
+        """The uid and the key of its client; clients with neither are one caller."""
         return None if self.credentials is None else self.credentials.uid, self.key
 
     @property

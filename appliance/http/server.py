@@ -260,10 +260,10 @@ class ApiServer:
         self._turned_away.look()
 
     def _cut_unread(self) -> None:
-        """Cut connections off while too much is unread: the largest of whoever has most.
+        """Cut the largest connections of the caller with most while too much is unread.
 
-        A small body may ask for a large reply, and who reads a little of it each second is not cut
-        for being slow.
+        A small body may ask for a large reply, and a client that reads a little of it each second
+        is not cut for being slow.
         """
         unread = {each: each.num_unread for each in self._connections}
         unread = {each: size for each, size in unread.items() if size >= MIN_UNREAD_BYTES}

@@ -44,9 +44,9 @@ MAX_LAYERS = 1024
 """Published models have fewer than 100."""
 MAX_MODULES = 64
 MAX_DIMENSIONS = 1 << 16
-"""Of a vector; published models have some thousands."""
+"""Maximum of numbers in a vector; published models have some thousands."""
 MAX_PROMPT_CHARS = 1 << 16
-"""Of all prompts together: each text of a request may get one."""
+"""Maximum of all prompts together: each text of a request may get one."""
 LINEAR = "linear"
 """What a part's folder calls its product."""
 

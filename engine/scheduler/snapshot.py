@@ -32,7 +32,7 @@ class WorkerSnapshot(NamedTuple):
     has_no_cores: bool
     """Cores can be lent, and it has none now."""
     owes: bool
-    """It has commands to answer that wait for no blocks of others, or cores to change."""
+    """It has commands that need no more blocks, or cores to change."""
     num_sequences: int
     num_prefilling: int
     num_prompt_tokens_left: int

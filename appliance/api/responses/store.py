@@ -38,7 +38,7 @@ from engine.errors import RequestError
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20
 MAX_CONVERSATION_BYTES = 4 << 20
-"""A longer conversation is not kept: each request that goes on with it reads all of it."""
+"""A longer conversation is not kept: each request that continues it reads all of it."""
 
 
 class KeptItem(NamedTuple):
@@ -55,7 +55,7 @@ class _StoredResponse:
     items: tuple[KeptItem, ...]
     """The conversation up to its end: items of input and output."""
     num_output: int
-    """Of the items, the last ones."""
+    """The number of its items that are output, which come last."""
 
     @property
     def num_bytes(self) -> int:

@@ -17,7 +17,7 @@ from engine.errors import RequestError
 
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TOKENS = 1 << 21
-"""Of all texts of a body: a query, or a prompt, may stand beside each of 2,048."""
+"""Maximum of all texts of a body: a query or a prompt may stand beside each of 2,048."""
 
 
 class TextTooLong(RequestError):
