@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--read-only", action="store_true", help="read-only: hide all keys that change anything"
     )
     parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters only")
+    parser.add_argument("--no-mouse", action="store_true", help="leave the mouse to the terminal")
     options = parser.parse_args(argv)
     if options.json and not options.once:
         parser.error("--json needs --once")
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options.plain or not has_terminal():
             asyncio.run(plain.print_lines(options.socket, is_ascii=is_ascii))
         else:
-            return _run_console(options.socket, is_ascii=is_ascii, is_read_only=options.read_only)
+            return _run_console(options, is_ascii=is_ascii)
         return 0
     except FeedLost as error:
         return plain.told(error)
@@ -65,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_PIPE_CLOSED
 
 
-def _run_console(socket_path: str, *, is_ascii: bool, is_read_only: bool) -> int:
+def _run_console(options: argparse.Namespace, *, is_ascii: bool) -> int:
     from tui.app import Console  # 0.15 s, which plain text does not need
 
-    console = Console(socket_path, is_ascii=is_ascii, is_read_only=is_read_only)
+    console = Console(options.socket, is_ascii=is_ascii, is_read_only=options.read_only)
     _set_missing_size()
-    console.run()
+    console.run(mouse=not options.no_mouse)
     return console.return_code or 0
 
 
@@ -106,7 +107,7 @@ def _replay(options: argparse.Namespace, *, is_ascii: bool) -> int:
     playback = playback if options.at else replay.opening
     console = ReplayConsole(replay, playback, is_ascii=is_ascii)
     _set_missing_size()
-    console.run()
+    console.run(mouse=not options.no_mouse)
     return console.return_code or 0
 
 

@@ -7,6 +7,7 @@ Never: computes a reading; panels do, purely.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -19,8 +20,9 @@ from textual.screen import Screen
 
 from appliance.observe.frame.protocol import Frame, RequestFrame
 from tui import actions, feed, filters, keys
-from tui.history import has_meter
+from tui.history import HISTORY_FRAMES, has_meter
 from tui.lines import clean
+from tui.panels import header
 from tui.request_order import RequestListing
 from tui.view import READ_ONLY, WINDOWS_S, Caller, View
 from tui.widgets.console_messages import (
@@ -29,6 +31,7 @@ from tui.widgets.console_messages import (
     FrameArrived,
     KeyUnderDialog,
     LinkLost,
+    PastArrived,
 )
 from tui.widgets.dialogs import YES, AskDialog, Choose, Confirm, Detail, Explain, Help, Reader
 from tui.widgets.filter_line import FilterLine
@@ -116,6 +119,8 @@ class Console(App[None]):
 
     def on_frame_arrived(self, message: FrameArrived) -> None:
         """Show a newer reading; while paused, only its age."""
+        if self._latest.frame is None:
+            self._fetch_past(message.frame.at)
         was_live = self._latest.link.is_live
         self._latest = self._latest.after(message.frame)
         if not was_live:
@@ -147,6 +152,11 @@ class Console(App[None]):
         self._latest = replace(self._latest, finished=message.requests)
         self._show()
 
+    def on_past_arrived(self, message: PastArrived) -> None:
+        """Fill the graphs with what was before."""
+        self._latest = self._latest.preceded(message.frames, message.begin)
+        self._show()
+
     def _tick(self) -> None:
         """Count seconds while the daemon is away; otherwise frames are the clock."""
         link = self._latest.link
@@ -171,6 +181,21 @@ class Console(App[None]):
             self.post_message(CallerKnown(await feed.fetch_caller(self._socket_path)))
         except feed.FeedLost:
             return  # the stream will say so, too
+
+    @work(group="past", exclusive=True)
+    async def _fetch_past(self, begin: str) -> None:
+        """Fetch what was before the first frame; where nothing was recorded, graphs begin there."""
+        from appliance.observe.frame.recording import (
+            RecordingError,  # sqlite, which the first frame need not wait for
+        )
+        from tui.replay import past_frames
+
+        try:
+            recording = await feed.fetch_recording(self._socket_path, HISTORY_FRAMES)
+            frames = await asyncio.to_thread(past_frames, recording)
+        except (feed.FeedLost, RecordingError, OSError):
+            return
+        self.post_message(PastArrived(frames, begin))
 
     def _fetch_finished_if_newer(self) -> None:
         """Fetch as many as the page has room for, if some have ended since."""
@@ -227,7 +252,7 @@ class Console(App[None]):
             what = f"{keys.signs(key)[0]} ({keys.label(key, self.view)})"
             self.notify(f"{what} waits until this is closed: esc", timeout=2, markup=False)
 
-    def _hints(self) -> list[tuple[str, str]]:
+    def _hints(self) -> list[header.Hint]:
         return keys.hints(self._keys, self.view)
 
     @property
@@ -289,7 +314,40 @@ class Console(App[None]):
 
         self.push_screen(Choose("COMMANDS", options, is_ascii=self._is_ascii), run)
 
+    def action_alert(self, index: int | None = None) -> None:
+        """Show what an alert is about: its request, else the page of alerts.
+
+        Args:
+            index: in the order of the alerts; None: the worst one that names a request.
+        """
+        if self._refuses("alert"):
+            return
+        found = header.alerts(self.view)
+        ids = [alert.request_id for alert in (found if index is None else found[index : index + 1])]
+        request_id = next(filter(None, ids), "")
+        if not request_id:
+            self.action_page("events")
+            return
+        if self.main.table is None:
+            self.action_page("overview")
+        if not self._choose(request_id):  # the filter hides it
+            self.action_unfilter()
+            self._choose(request_id)
+        self.action_detail()
+
+    def _choose(self, request_id: str) -> bool:
+        table = self.main.table
+        return table is not None and table.to_request(request_id)
+
     # Requests
+
+    def action_sort_by(self, name: str) -> None:
+        """Sort requests by a column; by the same again, reverse the order."""
+        listing = self._latest.listing
+        if listing.sort == name:
+            self.action_reverse()
+        else:
+            self._list_anew(replace(listing, sort=name, is_reversed=False))
 
     def action_sort(self) -> None:
         """Sort requests by the next column."""
@@ -337,7 +395,9 @@ class Console(App[None]):
         """Show the stages of the selected request."""
         request = self.selected
         if not self._refuses("detail") and request is not None:
-            self.push_screen(Detail(request, is_ascii=self._is_ascii))
+            caller = self.view.caller
+            may_cancel = caller is not None and caller.may_cancel(request)
+            self.push_screen(Detail(request, is_ascii=self._is_ascii, may_cancel=may_cancel))
 
     def _update_detail(self, frame: Frame) -> None:
         dialog = self.screen_stack[-1] if self.screen_stack else None

@@ -273,6 +273,16 @@ async def fetch_finished(socket_path: str, most: int) -> tuple[RequestFrame, ...
     return tuple(request for request in requests.data if request.phase == "finished")
 
 
+async def fetch_recording(socket_path: str, num_s: int) -> bytes:
+    """Fetch what the daemon recorded in the last seconds."""
+    async with _exchange(socket_path) as exchange:
+        await exchange.ask("GET", f"/v1/penstock/recording?since={num_s}s")
+        body = await exchange.body()
+        if exchange.status != 200:
+            raise FeedLost(_refusal(exchange.status, body))
+        return body
+
+
 async def fetch_request(socket_path: str, request_id: str) -> RequestFrame | None:
     """Fetch one live or finished request; None: the daemon does not know it any more."""
     async with _exchange(socket_path) as exchange:

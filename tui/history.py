@@ -1,6 +1,6 @@
 """Keep figures of earlier frames, for the console's rates and sparklines.
 
-Invariant: every run of samples has one entry for each frame, oldest first; None is not reported.
+Invariant: every run of samples has one entry for each second, oldest first; None is not reported.
 Never: reads a clock.
 """
 
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
+from appliance.observe.frame import figures as fig
 from appliance.observe.frame.protocol import Frame
 
 HISTORY_FRAMES = 300
@@ -39,17 +41,20 @@ class History:
     """Samples by pool."""
     dropped_frames: Samples = ()
     last: Frame | None = None
+    """The newest frame."""
 
     def after(self, frame: Frame) -> History:
-        """Add one more frame; start over if the daemon was restarted."""
+        """Add one more frame; after a restart the time between has no samples."""
         last = self.last
         if last is not None and (last.pid != frame.pid or last.seq >= frame.seq):
-            return History().after(frame)
+            older = self if frame.at > last.at else History()  # else a replay was moved back
+            return older.then(History().after(frame), frame.at)
         handoffs, handoff_bytes = _handoff_rates(last, frame)
         decode_tokens_per_s = sum(worker.decode_tokens_per_s for worker in frame.workers)
+        used = {pool.name: pool.used_ratio for pool in frame.pools}
         kv_used_ratio = {
-            pool.name: _push(self.kv_used_ratio.get(pool.name, ()), pool.used_ratio)
-            for pool in frame.pools
+            name: _push(self.kv_used_ratio.get(name, ()), used_ratio)
+            for name, used_ratio in (used or dict.fromkeys(self.kv_used_ratio)).items()
         }
         return History(
             _push(self.prefill_tokens_per_s, sum(w.prefill_tokens_per_s for w in frame.workers)),
@@ -66,6 +71,31 @@ class History:
             frame,
         )
 
+    def then(self, newer: History, begin: str) -> History:
+        """Put a newer history behind this one; the time between has no samples.
+
+        Args:
+            begin: the time of its first frame.
+        """
+        if self.last is None:
+            return newer
+        passed_s = fig.seconds_between(self.last.at, begin) or 0.0
+        gap = (None,) * max(0, min(HISTORY_FRAMES, round(passed_s) - 1))
+
+        def joined(old: Samples, new: Samples) -> Samples:
+            return (*old, *gap, *new)[-HISTORY_FRAMES:]
+
+        changes: dict[str, Any] = {
+            name: joined(getattr(self, name), getattr(newer, name)) for name in _SAMPLES
+        }
+        changes["kv_used_ratio"] = MappingProxyType(
+            {
+                name: joined(self.kv_used_ratio.get(name, ()), newer.kv_used_ratio.get(name, ()))
+                for name in newer.kv_used_ratio or self.kv_used_ratio
+            }
+        )
+        return replace(newer, **changes)
+
     @property
     def num_dropped_frames(self) -> int:
         """Missed frames among the last DROPPED_FRAMES."""
@@ -77,6 +107,19 @@ class History:
         if not seen or not frame.queue.decoding or not frame.queue.prefilling:
             return False
         return decode_tokens_per_s < STALL_RATIO * statistics.median(seen)
+
+
+_SAMPLES = (
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
+    "stalls",
+    "queued",
+    "handoffs_per_s",
+    "handoff_bytes_per_s",
+    "ttft_ms_p95",
+    "itl_ms_p95",
+    "power_w",
+)
 
 
 def has_meter(frame: Frame | None) -> bool:

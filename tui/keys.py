@@ -14,6 +14,7 @@ from textual.binding import Binding
 from appliance.observe.frame import figures as fig
 from appliance.observe.frame.protocol import RequestFrame
 from tui.lines import clean
+from tui.panels.header import Hint, alerts
 from tui.view import READ_ONLY, REPLAY, View
 from tui.widgets.overview import LINED, NAMES, pages
 
@@ -37,6 +38,7 @@ KEYS: Sequence[Binding] = (
     ),
     *group(
         "VIEW",
+        ("a", "alert", "alert"),
         ("e", "explain", "explain"),
         ("p,space", "pause", "pause"),
         ("w", "window", "graphs"),
@@ -102,6 +104,8 @@ def is_allowed(action: str, view: View, selected: RequestFrame | None, page: str
         return selected is not None
     if action == "unfilter":
         return bool(view.listing.filter.text)
+    if action == "alert":
+        return bool(alerts(view))
     return True
 
 
@@ -111,6 +115,8 @@ def refusal(action: str, view: View, selected: RequestFrame | None, page: str) -
         return ""
     if action in _ON_A_REQUEST:
         return _no_request(view, page)
+    if action == "alert":
+        return "no alerts now"
     if action not in _OF_OPERATORS and action != "cancel":
         return ""
     caller = view.caller
@@ -176,7 +182,7 @@ def label(key: Binding, view: View) -> str:
     return key.description
 
 
-def hints(bindings: Sequence[Binding], view: View) -> list[tuple[str, str]]:
-    """List signs and labels for the last line of the screen, which names the pages itself."""
+def hints(bindings: Sequence[Binding], view: View) -> list[Hint]:
+    """List the keys for the last line of the screen, which names the pages itself."""
     keys = (key for key in bindings if name_of(key) != "page")
-    return [(signs(key)[0], label(key, view)) for key in keys]
+    return [Hint(signs(key)[0], label(key, view), f"app.{key.action}") for key in keys]

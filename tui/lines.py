@@ -10,7 +10,7 @@ Never: knows a colour; the stylesheet gives each tone its look.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import groupby
 from typing import NamedTuple
@@ -26,7 +26,7 @@ STATE_CELLS = {
     "free": "░",
 }
 """Block states in the order in which a bar shows them."""
-_ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▚…│●▲■─▼", ".:-=+*%#+=.~~|*!X-v")
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░▚…│●▲■─▼↑↓", ".:-=+*%#+=.~~|*!X-v^v")
 STALL_MARK = "!"
 
 
@@ -48,6 +48,8 @@ class Run(NamedTuple):
 
     text: str
     tone: Tone = Tone.PLAIN
+    action: str = ""
+    """What a click on it does, as an action of Textual; empty: nothing."""
 
 
 Line = list[Run]
@@ -102,7 +104,7 @@ def fit(line: Iterable[Run], width: int, *, is_ascii: bool = False) -> Line:
         if is_ascii:
             text = to_ascii(text)  # the mark of a cut
         room -= cell_len(text)
-        fitted.append(Run(text, span.tone))
+        fitted.append(span._replace(text=text))
         if is_cut or room <= 0:
             break
     if room > 0:
@@ -115,13 +117,19 @@ def to_ascii(text: str) -> str:
     return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
 
 
-def pairs(width: int, *items: tuple[str, str]) -> Line:
-    """Place labels and values in columns of equal width; a long one moves the next."""
+def pairs(width: int, *items: tuple[str, str] | tuple[str, str, Tone]) -> Line:
+    """Place labels and values in columns of equal width; a long one moves the next.
+
+    A value is strong, unless its item has a tone.
+    """
     line: Line = []
-    for index, (label, value) in enumerate(items):
+    for index, (label, value, *tone) in enumerate(items):
         start = index * width // len(items)
         line.append(Run(" " * max(1 if line else 0, start - width_of(line))))
-        line += [Run(f"{label} " if label else "", Tone.MUTED), Run(value, Tone.STRONG)]
+        line += [
+            Run(f"{label} " if label else "", Tone.MUTED),
+            Run(value, *(tone or [Tone.STRONG])),
+        ]
     return line
 
 
@@ -171,7 +179,7 @@ def fold(line: Line, width: int, indent: int) -> list[Line]:
     text = clean(text_of(line))
     if cell_len(text.rstrip()) <= width:
         return [line]
-    tones = [span.tone for span in line for _ in span.text]
+    looks = [span._replace(text="") for span in line for _ in span.text]
     lines: list[Line] = []
     end = 0
     for row in textwrap.wrap(
@@ -181,9 +189,9 @@ def fold(line: Line, width: int, indent: int) -> list[Line]:
         start = text.index(shown, end)
         end = start + len(shown)
         lines.append([Run(" " * indent)] if lines else [])
-        for tone, chars in groupby(range(start, end), tones.__getitem__):
+        for look, chars in groupby(range(start, end), looks.__getitem__):
             places = list(chars)
-            lines[-1].append(Run(text[places[0] : places[-1] + 1], tone))
+            lines[-1].append(look._replace(text=text[places[0] : places[-1] + 1]))
     return lines
 
 
@@ -213,15 +221,18 @@ def marked(graph: str, marks: Sequence[float | None]) -> Line:
     return line
 
 
-def sparkline(samples: Sequence[float | None], width: int) -> str:
-    """Draw the newest `width` samples, newest at the right, scaled from 0 to the highest sample.
+def sparkline(samples: Sequence[float | None], width: int, top: float | None = None) -> str:
+    """Draw the newest `width` samples, newest at the right, scaled from 0 to `top`.
 
     None draws nothing; zero gets the lowest level and any other value a higher one. A single sample
     is not drawn.
+
+    Args:
+        top: the value of a full cell; None: the highest sample.
     """
     if len(samples) < 2:
         return " " * width
-    top = max((value for value in samples if value is not None), default=0.0)
+    top = peak(samples) if top is None else top
     steps = len(SPARK_LEVELS) - 1
     cells = [
         " "
@@ -234,14 +245,19 @@ def sparkline(samples: Sequence[float | None], width: int) -> str:
     return "".join(cells).rjust(width) if width > 0 else ""
 
 
-def chart(samples: Sequence[float | None], width: int, height: int) -> list[str]:
-    """Draw the newest samples as a graph of `height` rows, from 0 to the highest."""
-    known = [value for value in samples[-width:] if value is not None]
-    top = max(known, default=0.0) or 1.0
+def peak(samples: Sequence[float | None]) -> float:
+    """Return the highest known sample, or 0."""
+    return max((value for value in samples if value is not None), default=0.0)
+
+
+def chart(
+    samples: Sequence[float | None], width: int, height: int, top: float | None = None
+) -> list[str]:
+    """Draw the newest samples as a graph of `height` rows, as `sparkline` does."""
+    top = (peak(samples[-width:]) if top is None else top) or 1.0
     columns = []
-    for value in samples[-width:]:
-        eighths = 0 if value is None else round(8 * height * value / top)
-        eighths = max(eighths, 1) if value else eighths
+    for value in samples[-width:] if width > 0 else ():
+        eighths = 0 if value is None else max(1, round(8 * height * min(value, top) / top))
         full, rest = divmod(eighths, 8)
         column = "█" * full + (SPARK_LEVELS[rest - 1] if rest else "")
         columns.append(column.ljust(height))
@@ -249,14 +265,37 @@ def chart(samples: Sequence[float | None], width: int, height: int) -> list[str]
     return [row.rjust(width) for row in rows]
 
 
+_AXIS_WIDTH = 11
+
+
 def beside_chart(
-    head: Line, samples: Sequence[float | None], width: int, height: int
+    head: Line,
+    samples: Callable[[int], Sequence[float | None]],
+    width: int,
+    height: int,
+    figure: Callable[[float], str],
+    top: float | None = None,
 ) -> list[Line]:
-    """Place a graph of `height` rows right of `head`, which is in the first row."""
-    room = width - width_of(head)
-    rows = chart(samples, room, height) if height > 1 else [sparkline(samples, room)]
-    first, *others = ([Run(row, Tone.ACCENT)] for row in rows)
-    return [[*head, *first], *([Run(" " * width_of(head)), *row] for row in others)]
+    """Place a graph of `height` rows with its axis right of `head`, which is in the first row.
+
+    Args:
+        samples: takes a number of cells.
+        figure: writes a value at the axis.
+        top: the end of the axis; None: the highest sample.
+    """
+    indent = width_of(head)
+    room = max(0, width - indent - _AXIS_WIDTH)
+    shown = samples(room)
+    top = peak(shown) if top is None else top
+    if height < 2:
+        axis = Run(pad(f"0-{figure(top)}", _AXIS_WIDTH - 1, right=True) + " ", Tone.MUTED)
+        return [[*head, axis, Run(sparkline(shown, room, top), Tone.ACCENT)]]
+    lines: list[Line] = []
+    for index, row in enumerate(chart(shown, room, height, top)):
+        at = figure(top) if index == 0 else "0" if index == height - 1 else ""
+        axis = Run(pad(at, _AXIS_WIDTH - 1, right=True) + " ", Tone.MUTED)
+        lines.append([*([Run(" " * indent)] if lines else head), axis, Run(row, Tone.ACCENT)])
+    return lines
 
 
 def gauge(ratio: float | None, width: int) -> str:

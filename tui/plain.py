@@ -18,7 +18,7 @@ from tui.history import has_meter
 from tui.lines import Line, Run, clean, folded, text_of, to_ascii
 from tui.panels import events, gauges, header, lanes, latencies
 from tui.panels import requests as table
-from tui.view import View
+from tui.view import View, copies
 
 _POOL_LINES = 5
 
@@ -111,14 +111,14 @@ def page(view: View, width: int) -> list[str]:
     num_live = len(requests)
     sections: Sequence[tuple[str, list[Line]]] = (
         ("", [header.header(view, width), header.alert_line(view, width)]),
+        (latencies.title(view, width), latencies.latency(view, width, 6)),
         (lanes.prefill_title(view), lanes.prefill(view, width, 6)),
-        (lanes.handoff_title(view), lanes.handoff(view, width, 6)),
         (lanes.decode_title(view), lanes.decode(view, width, 6)),
         (
             gauges.kv_title(view, width, kv_height),
             gauges.kv(view, width, kv_height),
         ),
-        (latencies.title(view), latencies.latency(view, width, 6)),
+        (lanes.handoff_title(view) if copies(frame) else "", lanes.handoff(view, width, 6)),
         ("MACHINE", gauges.machine(view, width, 12)),
         (
             table.title(view, num_live, 1, num_live),

@@ -10,11 +10,12 @@ from __future__ import annotations
 import sqlite3
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from appliance.observe.frame.protocol import (
     FRAME_VERSION,
@@ -171,6 +172,11 @@ class Replay:
             before = index, view
             yield view
 
+    def frames(self) -> list[Frame]:
+        """List all frames without their requests and events; damaged ones are left out."""
+        found = map(self._gauges, range(len(self._moments_ms)))
+        return [frame for frame in found if frame is not None]
+
     def num_unlogged(self, view: View) -> int:
         """Count the live requests without a row: they had not ended when the recording was made.
 
@@ -222,6 +228,20 @@ class Replay:
             if age_ms < (row["t_finished_us"] or 0) / 1000 and num_shown < MAX_FRAME_REQUESTS:
                 num_shown += 1
                 yield request_at(row, age_ms, frame)
+
+
+def past_frames(recording: bytes) -> list[Frame]:
+    """List the frames of a recording that is in memory.
+
+    Raises:
+        RecordingError: as Replay.
+        OSError: there is no place for its file.
+    """
+    with NamedTemporaryFile() as file:
+        file.write(recording)
+        file.flush()
+        with closing(Replay(Path(file.name))) as replay:
+            return replay.frames()
 
 
 def open_at(path: Path, at: str) -> tuple[Replay, Playback]:

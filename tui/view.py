@@ -7,7 +7,7 @@ Never: reads a clock or a socket.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from appliance.observe.frame.protocol import AlertFrame, Frame, PoolFrame, RequestFrame, WorkerFrame
@@ -76,7 +76,7 @@ class View:
     """Time that the graphs span; frames come once a second."""
 
     def after(self, frame: Frame) -> View:
-        """Add one more frame; a restarted daemon's view starts over."""
+        """Add one more frame; what a dead daemon had finished is forgotten."""
         is_same = self.frame is not None and self.frame.pid == frame.pid
         return replace(
             self,
@@ -85,6 +85,18 @@ class View:
             link=DaemonLink(),
             finished=self.finished if is_same else (),
         )
+
+    def preceded(self, past: Iterable[Frame], begin: str) -> View:
+        """Put the history of earlier frames before this one's.
+
+        Args:
+            begin: the time of the first frame of this view.
+        """
+        older = History()
+        for frame in past:
+            if frame.at < begin:
+                older = older.after(frame)
+        return replace(self, history=older.then(self.history, begin))
 
     def over(self, link: DaemonLink) -> View:
         """Replace the state of the link."""
@@ -112,11 +124,18 @@ def workers_for(frame: Frame | None, role: str) -> list[WorkerFrame]:
     return [worker for worker in workers if worker.name.startswith((role, "colocated"))]
 
 
-def alert_of(frame: Frame, code: str, subject: str | None = None) -> AlertFrame | None:
-    """Find the alert with this beginning of its code, about this subject or any."""
+def copies(frame: Frame | None) -> bool:
+    """Say whether handoffs copy KV; with one pool for all workers, or one worker, nothing moves."""
+    return frame is not None and frame.transport not in (None, "alias")
+
+
+def alert_of(
+    frame: Frame, codes: str | tuple[str, ...], subject: str | None = None
+) -> AlertFrame | None:
+    """Find the worst alert with one of these beginnings of its code, about this subject or any."""
     alerts: Sequence[AlertFrame] = frame.alerts
     return next(
-        (a for a in alerts if a.code.startswith(code) and subject in (None, a.subject)), None
+        (a for a in alerts if a.code.startswith(codes) and subject in (None, a.subject)), None
     )
 
 

@@ -107,6 +107,9 @@ def top(
     ] = False,
     read_only: Annotated[bool, typer.Option("--read-only", help="Disable actions.")] = False,
     as_ascii: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII only.")] = False,
+    no_mouse: Annotated[
+        bool, typer.Option("--no-mouse", help="Leave the mouse to the terminal, to copy text.")
+    ] = False,
     replay: Annotated[
         str | None, typer.Option(metavar="FILE", help="Replay a file that `penstock record` wrote.")
     ] = None,
@@ -121,6 +124,7 @@ def top(
         "--plain": as_lines,
         "--read-only": read_only,
         "--ascii": as_ascii,
+        "--no-mouse": no_mouse,
     }
     flags = [flag for flag, is_wanted in wanted.items() if is_wanted]
     if replay is not None:

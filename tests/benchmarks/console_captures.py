@@ -31,7 +31,7 @@ from tui.app import Console
 from tui.view import View
 from tui.widgets import overview
 
-SIZES = ((80, 24), (120, 40), (200, 60))
+SIZES = ((80, 24), (120, 40), (200, 50))
 _PIXELS_A_CELL = 11
 
 
@@ -48,9 +48,8 @@ def recorded(path: Path) -> View:
 
 
 def synthetic() -> View:
-    """A busy minute, and some requests that had finished."""
-    finished = tuple(frames.finished(number) for number in range(60, 39, -1))
-    return dataclasses.replace(frames.view_of(frames.busy()), finished=finished)
+    """A busy minute, and the requests that had finished by then."""
+    return dataclasses.replace(frames.view_of(frames.busy()), finished=frames.minute())
 
 
 def to_png(svg: str, num_columns: int) -> bytes:

@@ -23,6 +23,8 @@ class FakeDaemon:
         self.caller: bytes = b'{"name": "ana", "role": "operator", "uid": 1001, "key": null}'
         self.changes: list[tuple[str, bytes]] = []
         """Paths and bodies of what it was asked to change."""
+        self.recording = b""
+        """What it recorded; empty: nothing."""
         self.num_streams = 0
         self._readers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
@@ -82,6 +84,8 @@ class FakeDaemon:
         if target.startswith("/v1/requests?limit="):
             most = int(target.partition("=")[2])
             return 200, msgspec.json.encode({"data": list(self.requests.values())[:most]})
+        if target == "/v1/penstock/recording?since=300s":
+            return (200, self.recording) if self.recording else (404, b"{}")
         if target.startswith("/v1/penstock/"):
             self.changes.append((target, content))
             return 200, b"{}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -133,6 +134,23 @@ def finished(number: int, **changes: Any) -> RequestFrame:
               whole.decode_wait_ms, whole.decode_ms)  # fmt: skip
     e2e_ms = sum(value for value in stages if value is not None) + 0.5
     return msgspec.structs.replace(whole, e2e_ms=changes.get("e2e_ms", e2e_ms))
+
+
+def minute() -> tuple[RequestFrame, ...]:
+    """Requests that came every three seconds of the last minute, and have ended."""
+    now = datetime.fromisoformat(idle().at)
+    ended = []
+    for number in range(17):
+        age_s = 58.0 - 3.1 * number
+        received = (now - timedelta(seconds=age_s)).isoformat(timespec="milliseconds")
+        prefill_ms, decode_ms = 400.0 + 431 * number % 1900, 2000.0 + 1733 * number % 6500
+        stages = {"queue_ms": 60.0 * (number % 4), "prefill_ms": prefill_ms,
+                  "ttft_ms": 1.5 + 60.0 * (number % 4) + prefill_ms,
+                  "decode_ms": min(decode_ms, 1000 * (age_s - 3))}  # fmt: skip
+        received_at = received.replace("+00:00", "Z")
+        ended.append(finished(60 - number, received_at=received_at, workers="prefill,decode",
+                              **stages))  # fmt: skip
+    return tuple(reversed(ended))
 
 
 def idle(seq: int = 160, **changes: Any) -> Frame:

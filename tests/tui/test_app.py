@@ -8,6 +8,7 @@ import re
 import pytest
 from textual.events import MouseScrollDown, MouseScrollUp
 
+from tests.recordings import frame_at, make_recording
 from tests.tui import frames
 from tests.tui.daemon import FakeDaemon
 from tests.tui.screen import console_at, grid, resize, settled, until
@@ -46,14 +47,14 @@ async def test_it_reconnects_when_the_daemon_dies_and_returns(socket_path):
         await daemon.die()
         await until(pilot, lambda: "DISCONNECTED" in header_of(console))
         assert console.main.has_class("-stale")
-        assert len(ids_on_screen(console)) == 7, "the last reading stays on screen"
+        assert len(ids_on_screen(console)) == 9, "the last reading stays on screen"
         daemon.lines = []
         socket_path.unlink()
         daemon.send(frames.busy(8))
         await daemon.start()
         await until(pilot, lambda: "LIVE" in header_of(console))
         assert not console.main.has_class("-stale")
-        assert len(set(ids_on_screen(console))) == len(ids_on_screen(console)) == 7
+        assert len(set(ids_on_screen(console))) == len(ids_on_screen(console)) == 9
         await daemon.die()
 
 
@@ -171,11 +172,11 @@ async def test_the_cursor_moves_and_the_table_scrolls_with_it(busy):
         await pilot.press("end")
         await pilot.pause()
         assert table.selected.id == oldest[-1]
-        assert "24-30 by time" in grid(console)
+        assert "22-30 by TIME" in grid(console)
         await pilot.press("pageup", "home", "up")
         await pilot.pause()
         assert table.selected.id == oldest[0]
-        assert "1-7 by time" in grid(console)
+        assert "1-9 by TIME" in grid(console)
 
 
 async def test_the_mouse_chooses_a_request(busy):
@@ -304,10 +305,31 @@ async def test_hostile_names_are_shown_as_plain_text(size):
         events=[frames.EventFrame(HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
     )
     async with console_at(*size, frames.view_of(frame)) as (console, pilot):
-        for key in ("1", "2", "3", "4", "5", "6", "1", "enter", "escape", "x", "y"):
+        for key in ("1", "2", "3", "4", "5", "6", "7", "1", "enter", "escape", "x", "y"):
             await pilot.press(key)
             await pilot.pause()
             shown = grid(console)
             assert all(line.isprintable() for line in shown.split("\n"))
             assert "[bold red]" in shown
         assert console.is_running
+
+
+@pytest.mark.parametrize("recording", ["whole", "damaged", "absent"])
+async def test_graphs_begin_with_what_the_daemon_recorded_before(socket_path, tmp_path, recording):
+    seen = [frame_at(second) for second in range(30)]
+    async with FakeDaemon(socket_path) as daemon:
+        if recording != "absent":
+            daemon.recording = make_recording(tmp_path, seen).read_bytes()
+        if recording == "damaged":
+            daemon.recording = daemon.recording[:4096]
+        daemon.send(frame_at(32))
+        async with console_at(120, 40, socket_path=socket_path, follow=feed.follow) as (
+            console,
+            pilot,
+        ):
+            await until(pilot, lambda: "LIVE" in header_of(console))
+            if recording == "whole":
+                await until(pilot, lambda: len(console.view.history.queued) == 33)
+                assert console.view.history.queued.count(None) == 2
+            await pilot.pause(0.1)
+            assert "LIVE" in header_of(console)

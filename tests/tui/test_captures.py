@@ -39,7 +39,7 @@ async def test_captures_of_recorded_frames_are_written_as_text_svg_and_png(tmp_p
 
 async def test_pictures_of_the_documentation_show_what_is_drawn_today():
     async with console_at(120, 40, console_captures.synthetic()) as (console, pilot):
-        for page in ("overview", "requests", "kv", "handoff", "events"):
+        for page in ("overview", "requests", "kv", "timeline", "events", "handoff"):
             console.main.go_to(page)
             await pilot.pause()
             golden.check(ROOT / "docs" / f"{page}-120x40.svg", console_captures.drawn(console))

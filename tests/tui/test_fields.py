@@ -48,6 +48,7 @@ INTERNAL = {
     "latency.ttft_over_usual": "an alert of the daemon when it is large",
     "devices.parent": "places a slice under its GPU",
     "workers.pid": "status and the events have it",
+    "workers.attention": "status has it",
     "workers.last_step_age_ms": "an alert where it grows",
     "workers.num_prefilling": "decides which phase the limiting sentence blames",
     "links.num_bytes": "the rate is shown; the sum is for /metrics",
@@ -156,7 +157,7 @@ def shown(frame: Frame) -> str:
     lines = [line for paint in painters for line in paint(view, 120, 40)]
     lines += [header.header(view, 240), header.alert_line(view, 400)]
     titles = [lanes.prefill_title(view), lanes.decode_title(view), lanes.handoff_title(view),
-              gauges.kv_title(view, 40, 9), latencies.title(view),
+              gauges.kv_title(view, 40, 9), latencies.title(view, 120),
               requests.title(view, 1, 1, 1)]  # fmt: skip
     lines.append(requests.summary(view, 400))
     for request in frame.requests:

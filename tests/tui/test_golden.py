@@ -57,7 +57,7 @@ MATRIX = (
     "no-gpu",
     "mig",
 )
-SMALL, LARGE, HUGE, TINY = (80, 24), (120, 40), (200, 60), (39, 9)
+SMALL, LARGE, HUGE, TINY = (80, 24), (120, 40), (200, 50), (39, 9)
 OTHERS = [(name, SMALL, False) for name in ("never-connected", "colocated", "three-pools")]
 OTHERS += [("two-by-three", size, False) for size in (SMALL, LARGE, HUGE)]
 OTHERS += [("eight-gpus", size, False) for size in (SMALL, LARGE)]
@@ -102,11 +102,10 @@ async def test_screen(state, size, is_ascii):
         assert grid(console).isascii() or not is_ascii
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("size", [SMALL, LARGE, HUGE])
 async def test_every_other_page(size):
     width, height = size
-    finished = tuple(frames.finished(number) for number in (42, 41, 40))
-    view = dataclasses.replace(views()["kv-critical"], finished=finished)
+    view = dataclasses.replace(views()["kv-critical"], finished=frames.minute())
     async with console_at(width, height, view) as (console, pilot):
         for page in overview.NAMES[1:]:
             console.main.go_to(page)
@@ -137,7 +136,7 @@ async def test_dialogs():
 
 @pytest.mark.parametrize(
     ("name", "state", "key"),
-    [("busy", "busy", "1"), ("kv", "kv-critical", "3"), ("mig", "mig", "4")],
+    [("busy", "busy", "1"), ("kv", "kv-critical", "3"), ("timeline", "busy", "4")],
 )
 async def test_colours(name, state, key):
     """What text grids cannot tell: an SVG with the terminal's palette, without its random ids."""

@@ -45,7 +45,7 @@ async def press(pilot, *names):
     await pilot.pause()
 
 
-@covers("1", "2", "3", "4", "5", "6")
+@covers("1", "2", "3", "4", "5", "6", "7")
 async def test_a_digit_puts_its_page_on_screen(busy):
     async with console_at(80, 24, busy) as (console, pilot):
         for number, page in reversed(list(enumerate(overview.NAMES, start=1))):
@@ -148,10 +148,10 @@ async def test_s_goes_through_the_orders_and_upper_s_turns_them_round(busy):
     async with console_at(80, 24, busy) as (console, pilot):
         for sort in ("in", "out", "ttft", "tpot", "blocks", "j", "time"):
             await press(pilot, "s")
-            assert f"by {sort} v" in grid(console)
+            assert f"by {sort.upper()} ↓" in grid(console)
         oldest = rows(console)[0]
         await press(pilot, "S")
-        assert "by time ^" in grid(console)
+        assert "by TIME ↑" in grid(console)
         assert rows(console)[0] != oldest
 
 
@@ -248,6 +248,37 @@ async def test_w_changes_what_the_graphs_span(busy):
         assert "graphs 5m00s" in grid(console).splitlines()[-1]
 
 
+@covers("a")
+async def test_a_shows_the_request_that_the_worst_alert_names_even_if_a_filter_hides_it():
+    late = frames.busy().requests[9]
+    told = [frames.alert(), frames.alert("queue.wait", request_id=late.id)]
+    async with console_at(80, 24, frames.view_of(frames.busy(alerts=told))) as (console, pilot):
+        await press(pilot, "slash", *"zoe", "enter", "3", "a")
+        assert isinstance(console.screen, Detail)
+        assert console.screen.request.id == console.selected.id == late.id
+        await press(pilot, "escape")
+        assert console.main.page == "overview"
+
+
+@covers("a")
+async def test_a_shows_alerts_that_name_no_request_and_says_that_there_are_none(busy):
+    async with console_at(80, 24, frames.view_of(frames.kv_critical())) as (console, pilot):
+        await press(pilot, "a")
+        assert console.main.page == "events"
+    async with console_at(80, 24, busy) as (console, pilot):
+        await press(pilot, "a")
+        assert console.main.page == "overview"
+        assert "no alerts" in "".join(grid(console).splitlines()[2:])
+
+
+async def test_a_key_without_a_meaning_is_answered(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await press(pilot, "z")
+        assert "z does nothing" in grid(console)
+        await press(pilot, "slash", "z")
+        assert grid(console).count("z does nothing") == 1, "it is a letter of the filter"
+
+
 @covers("y")
 async def test_y_copies_the_id(busy):
     async with console_at(80, 24, busy) as (console, pilot):
@@ -286,7 +317,7 @@ async def test_moving_in_the_table(busy):
         await press(pilot, "j", "down", "j", "k")
         assert table.selected.id == ids[2]
         await press(pilot, "up", "pagedown")
-        assert table.selected.id == ids[7]
+        assert table.selected.id == ids[9]
         await press(pilot, "end")
         assert table.selected.id == ids[-1]
         await press(pilot, "pageup", "home")
@@ -341,10 +372,10 @@ async def test_a_key_on_a_page_without_requests_says_why(busy):
 
 @covers("s", "S", "slash", "escape")
 async def test_a_page_without_requests_neither_offers_nor_takes_keys_of_their_list(busy):
-    async with console_at(80, 24, busy) as (console, pilot):
+    async with console_at(120, 40, busy) as (console, pilot):
         assert {"filter", "sort", "reverse"} <= hinted(console)
         listing = console.view.listing
-        for page in "3456":
+        for page in "34567":
             await press(pilot, page, "s", "S", "slash")
             assert console.screen is console.main
             assert not {"filter", "sort", "reverse", "unfilter"} & hinted(console)
@@ -381,7 +412,7 @@ async def test_x_in_a_requests_detail_cancels_that_one(busy, daemon):
 
 async def test_the_power_page_and_its_key_need_a_meter(busy):
     async with console_at(80, 24, frames.view_of(frames.no_gpu())) as (console, pilot):
-        await press(pilot, "6")
+        await press(pilot, "7")
         assert console.main.page == "overview"
         assert "power" not in grid(console).splitlines()[-1]
         await press(pilot, "question_mark")
@@ -428,7 +459,7 @@ def hinted(console):
 )
 async def test_what_a_caller_may_not_do_has_no_key_and_no_hint(busy, daemon, caller, missing):
     view = dataclasses.replace(busy, caller=caller)
-    async with console_at(200, 60, view, socket_path=daemon.socket_path) as (console, pilot):
+    async with console_at(240, 50, view, socket_path=daemon.socket_path) as (console, pilot):
         assert {"cancel", "drain", "roles", "targets"} - hinted(console) == missing
         for key, action in (("x", "cancel"), ("D", "drain"), ("r", "roles"), ("T", "targets")):
             await pilot.press(key)

@@ -167,7 +167,10 @@ def test_an_alert_ends_with_the_command_that_says_more_or_the_keys_of_its_reques
     listed = frames.request(7)
     told = frames.alert(message="late", action="penstock show 7", request_id=listed.id)
     view = View().after(frames.busy(alerts=[told], requests=[listed]))
-    assert "enter looks" in text_of(header.alert_line(view, 120))
+    assert "a shows it" in text_of(header.alert_line(view, 120))
+    other = msgspec.structs.replace(told, code="decode.stall")
+    view = View().after(frames.busy(alerts=[told, other], requests=[listed]))
+    assert text_of(header.alert_line(view, 200)).count("a shows it") == 1
 
 
 def test_a_pool_that_all_share_is_named_once():
@@ -196,7 +199,7 @@ def test_a_title_leaves_out_whole_what_does_not_fit():
     for room in range(20, 120):
         title = requests.title(view, 30, 22, 28, room)
         assert len(title) <= max(room, least)
-        assert title.endswith(("by time v", "done", "cancelled", "refused"))
+        assert title.endswith(("by TIME ↓", "done", "cancelled", "refused"))
 
 
 def test_what_is_wrong_stands_above_what_only_informs_each_the_newest_first():
@@ -215,9 +218,11 @@ def test_after_ten_minutes_what_was_wrong_stands_below_what_informs():
     assert "daemon.died" in text_of(lines[1])
 
 
-def test_colocated_has_no_handoff():
-    view = View().after(frames.colocated())
-    assert "no handoff" in text(lanes.handoff(view, 40, 6))
+def test_handoffs_have_a_lane_only_where_they_copy_kv():
+    for make, is_shown in ((frames.colocated, 0), (frames.busy, 0), (frames.three_pools, 1)):
+        assert bool(lanes.handoff(View().after(make()), 40, 6)) == is_shown
+    assert "handed off 1,560" in text(lanes.decode(View().after(frames.busy()), 40, 7))
+    assert "handed off" not in text(lanes.decode(View().after(frames.colocated()), 40, 7))
 
 
 def test_each_core_has_a_bar_with_its_worker_and_many_cores_a_cell_each():
@@ -240,7 +245,7 @@ def test_things_that_go_wrong_have_no_zero():
     frame = frames.idle(queue=frames.QueueFrame(0, 0, 0, 0, 64, None, paused=2))
     frame.totals.stale_messages, frame.totals.failed = 3, 4
     trouble = View().after(frame)
-    assert "stale 3" in text(lanes.handoff(trouble, 60, 20))
+    assert "stale 3" in text(lanes.decode(trouble, 60, 20))
     assert "paused 2" in text(lanes.decode(trouble, 60, 20))
     assert "4 failed" in requests.title(trouble, 0, 0, 0)
 
@@ -303,7 +308,32 @@ def test_quantiles_that_are_not_reported_are_dashes():
     quiet = frames.idle().latency
     quiet.ttft_ms_p50 = 12.0
     lines = latencies.latency(View().after(frames.idle(latency=quiet)), 36, 4)
-    assert [text_of(line).split()[1:] for line in lines[2:]] == [["-", "-", "-", "-"]] * 2
+    assert [text_of(line).split()[1:] for line in lines[2:]] == [["-", "-", "-"]] * 2
+
+
+def test_shares_and_targets_have_columns_only_where_a_target_is_set():
+    frame = frames.busy()
+    for width in (36, 80):
+        shown = text(latencies.latency(View().after(frame), width, 6))
+        assert ("97.1%" in shown, "<=500" in shown) == (True, width == 80)
+    frame.slo_ttft_ms = frame.slo_itl_ms = None
+    for width in (36, 80):
+        head = text(latencies.latency(View().after(frame), width, 6)).splitlines()[0].split()
+        assert not {"ok", "target"} & set(head)
+
+
+def test_alerts_that_were_raised_and_cleared_are_counted_with_their_mean_length():
+    def event(second, severity, code="queue.wait"):
+        return frames.EventFrame(f"2026-11-21T14:01:{second:02}.000Z", severity, code, "x")
+
+    happened = [
+        event(1, "error", "worker.died"), event(2, "warning"), event(4, "error"),
+        event(12, "info"), event(20, "warning"), event(40, "info"), event(50, "warning"),
+    ]  # fmt: skip
+    shown = text(events.page(View().after(frames.idle(events=happened)), 120, 40))
+    (row,) = [line.split() for line in shown.splitlines() if line.startswith("queue.wait")]
+    assert row[:4] + row[-1:] == ["queue.wait", "2", "times", "15.0s", "14:01:40Z"]
+    assert "CLEARED" not in text(events.page(View().after(frames.idle()), 120, 40))
 
 
 def test_stages_of_the_first_token_that_took_time_are_all_shown():
@@ -322,7 +352,8 @@ def test_stages_of_the_first_token_that_took_time_are_all_shown():
 def test_stages_of_the_first_token_are_left_out_whole(width):
     frame = frames.busy()
     frame.latency.prefill_ms_mean, frame.latency.queue_ms_mean = 690.0, 333.0
-    last = text(latencies.latency(View().after(frame), width, 6)).splitlines()[5].rstrip()
+    lines = latencies.latency(View().after(frame), width, 6 - (width < 36))
+    last = text(lines).splitlines()[-1].rstrip()
     assert "prefill 690" in last
     assert last.endswith(("690", "rest 334", "queue 333", "1.4"))
     assert len(last) <= width
@@ -385,6 +416,7 @@ def test_the_handoff_page_says_in_words_why_sequences_went_where_they_did():
     shown = text(handoff.page(View().after(frame), 100, 40))
     assert f"3  handed off {handoff.REASONS['unknown']}" in shown
     assert f"1  on decode  {new}" in shown
+    frame.transport = "shm"
     assert "no timings" in text(lanes.handoff(View().after(frame), 40, 20))
 
 
@@ -425,7 +457,7 @@ def test_a_client_is_shown_from_eighty_columns_on_and_no_number_is_cut(width, sh
 
 def test_the_title_counts_requests_since_the_start_and_not_the_listed_ones():
     view = View(frame=frames.busy(), finished=(frames.finished(31),))
-    assert "rows 1-9 by time" in requests.title(view, 31, 1, 9)
+    assert "rows 1-9 by TIME" in requests.title(view, 31, 1, 9)
     assert "1,204 done" in requests.title(view, 31, 1, 9)
 
 
@@ -438,7 +470,8 @@ def test_roles_and_transport_stand_in_a_header_of_80_cells(frame):
 
 def test_the_latency_title_names_the_window():
     frame = frames.idle(latency=LatencyFrame(30.0, 12, *[None] * 8))
-    assert latencies.title(View().after(frame)) == "LATENCY  last 30s, 12 finished"
+    assert latencies.title(View().after(frame), 36) == "LATENCY  last 30s, 12 finished"
+    assert latencies.title(View().after(frame), 25) == "LATENCY  last 30s"
 
 
 @given(st.integers(40, 220), st.sampled_from(PHASES))

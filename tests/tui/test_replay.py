@@ -15,7 +15,7 @@ from tests.recordings import assert_same, at, frame_at, make_recording, request_
 from tests.tui import frames
 from tui import replay
 from tui.history import HISTORY_FRAMES
-from tui.replay import Replay, open_at
+from tui.replay import Replay, open_at, past_frames
 from tui.view import View
 
 
@@ -115,12 +115,22 @@ def test_marks_are_warnings_and_errors(tmp_path: Path) -> None:
     replay.close()
 
 
-def test_a_daemon_that_started_again_starts_its_history_again(tmp_path: Path) -> None:
+def test_the_history_goes_on_over_a_restart(tmp_path: Path) -> None:
     seen = [frame_at(second) for second in range(10)]
     again = [frame_at(20 + second, seq=second + 1, pid=7, uptime_s=second) for second in range(5)]
     replay = Replay(make_recording(tmp_path, seen + again))
-    assert len(replay.view_at(12).history.queued) == 3
+    queued = replay.view_at(12).history.queued
+    assert (len(queued), queued.count(None)) == (23, 10)
     replay.close()
+
+
+def test_a_recording_in_memory_has_the_frames_that_are_whole(tmp_path: Path) -> None:
+    path = make_recording(tmp_path, [frame_at(second) for second in range(20)])
+    change(path, "UPDATE frames SET data = x'00' WHERE seq = 11")
+    seqs = [frame.seq for frame in past_frames(path.read_bytes())]
+    assert seqs == [*range(1, 11), *range(12, 21)]
+    with pytest.raises(RecordingError):
+        past_frames(b"{}")
 
 
 def test_a_damaged_frame_is_passed_over_and_said(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ async def press(pilot: Pilot[None], *keys: str) -> None:
     await pilot.pause()
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60), (39, 9)])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 50), (39, 9)])
 async def test_screen(incident, size):
     async with replaying(incident, size=size) as (console, pilot):
         await check_screen(f"replay-{size[0]}x{size[1]}", pilot, console)

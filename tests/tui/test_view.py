@@ -23,10 +23,36 @@ def test_rates_come_from_the_difference_of_two_frames():
     assert history.handoffs_per_s == (None, 2.0)
 
 
-def test_a_restarted_daemon_starts_a_new_history():
+def test_the_history_goes_on_after_a_restart_with_a_gap_for_the_time_between():
     history = History().after(frames.busy(10)).after(frames.busy(11))
-    assert len(history.after(frames.busy(12, pid=7)).queued) == 1
+    back = frames.busy(1, pid=7, at="2026-11-21T14:02:15.004Z")  # 4 s after the last
+    after = history.after(back)
+    assert [value is None for value in after.queued] == [False, False, True, True, True, False]
+    assert [len(samples) for samples in after.kv_used_ratio.values()] == [6]
+    assert (after.last, after.num_dropped_frames, after.handoffs_per_s[-1]) == (back, 0, 2.0)
+
+
+def test_pools_that_are_not_there_while_a_model_loads_keep_their_history():
+    history = History().after(frames.busy(10)).after(frames.idle(11, pools=[]))
+    assert history.after(frames.busy(12)).kv_used_ratio["kv"][1] is None
+
+
+def test_a_replay_that_is_moved_back_starts_a_new_history():
+    history = History().after(frames.busy(10)).after(frames.busy(11))
     assert len(history.after(frames.busy(3)).queued) == 1
+
+
+def test_frames_from_before_the_first_one_come_before_its_history():
+    past = [
+        frames.busy(seq, at=f"2026-11-21T14:02:{second:02}.004Z")
+        for seq, second in ((151, 2), (152, 3), (153, 11), (154, 12))
+    ]
+    first = frames.busy(160)
+    view = View().after(first).preceded(past, first.at)
+    known = [value is not None for value in view.history.queued]
+    assert known == [True, True, *[False] * 7, True], "what the console has seen itself stays"
+    assert view.frame is first
+    assert View().after(first).preceded([], first.at).history == View().after(first).history
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=DROPPED_FRAMES - 1))

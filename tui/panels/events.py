@@ -6,6 +6,8 @@ Never: drops an event that the frame has.
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from appliance.observe.frame import figures as fig
 from appliance.observe.frame.protocol import AlertFrame, EventFrame, Frame
 from tui.lines import Line, Run, Tone, pad, rule
@@ -54,6 +56,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
     return [
         rule("ALERTS", width, "what is wrong now"),
         *(standing or [[Run("● ok  no alerts", Tone.GOOD)]]),
+        *_past_alerts(frame, width),
         rule("BOTTLENECK", width),
         [Run(frame.limit or "none", Tone.STRONG if frame.limit else Tone.MUTED)],
         *_refused(frame, width),
@@ -61,6 +64,29 @@ def page(view: View, width: int, height: int) -> list[Line]:
         rule("EVENTS", width, f"the last {len(frame.events)}, newest first"),
         *all_events(view, width),
     ]
+
+
+def _past_alerts(frame: Frame, width: int) -> list[Line]:
+    """Count the alerts that were raised and cleared among the events, with their mean length."""
+    raised: dict[str, str] = {}
+    lasted: dict[str, list[float]] = {}
+    cleared: dict[str, str] = {}
+    for event in frame.events:
+        if event.severity != "info":
+            raised.setdefault(event.code, event.at)
+        elif event.code in raised:
+            length_s = fig.seconds_between(raised.pop(event.code), event.at)
+            lasted.setdefault(event.code, []).append(length_s or 0.0)
+            cleared[event.code] = event.at
+    rows: list[Line] = [
+        [
+            Run(f"{pad(code, _CODE_WIDTH)} ", Tone.MUTED),
+            Run(pad(fig.times(len(lasted[code])), 9), Tone.STRONG),
+            Run(f"{fig.seconds(fmean(lasted[code])):>6} each, last until {fig.clock(at)}"),
+        ]
+        for code, at in sorted(cleared.items(), key=lambda item: item[1], reverse=True)
+    ]
+    return [rule("CLEARED ALERTS", width, "among these events"), *rows] if rows else []
 
 
 def _refused(frame: Frame, width: int) -> list[Line]:

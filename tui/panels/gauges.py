@@ -7,7 +7,7 @@ Never: shows 0 for an unreported value.
 from __future__ import annotations
 
 from appliance.observe.frame import figures as fig
-from appliance.observe.frame.protocol import DeviceFrame, Frame, PoolFrame, WorkerFrame
+from appliance.observe.frame.protocol import AlertFrame, DeviceFrame, Frame, PoolFrame, WorkerFrame
 from tui.history import has_meter, total_power_w
 from tui.lines import (
     SPARK_LEVELS,
@@ -22,7 +22,7 @@ from tui.lines import (
     two_a_row,
     width_of,
 )
-from tui.panels.header import mark_of
+from tui.panels.header import mark_of, tone_of
 from tui.view import View, alert_of, pool_counts
 
 _BLOCK_ROWS = 4
@@ -37,6 +37,8 @@ MIN_REST_SHARE = 0.05
 """Minimum share of the mean TTFT for which the sum shows `rest`."""
 FOREIGN_PERCENT = 40
 """Minimum percent of a core, beyond its worker's, that counts as other programs' work."""
+_OTHERS = "others"
+"""The name of programs that keep a worker's core busy."""
 _MACHINE_ROWS = 4
 """Minimum rows for a line per reading."""
 
@@ -76,9 +78,19 @@ def kv(view: View, width: int, height: int) -> list[Line]:
 
 def used_spans(frame: Frame, pool: PoolFrame) -> Line:
     """Draw `93%▲`: occupancy with the mark and the tone of its alert."""
-    mark = mark_of(alert_of(frame, "kv.occupancy", pool.name))
-    tone = Tone.STRONG if mark.tone == Tone.PLAIN else mark.tone
-    return [Run(pad(fig.ratio(pool.used_ratio), 4, right=True), tone), mark]
+    alert = _fullness(frame, pool)
+    return [Run(pad(fig.ratio(pool.used_ratio), 4, right=True), tone_of(alert)), mark_of(alert)]
+
+
+def _fullness(frame: Frame, pool: PoolFrame) -> AlertFrame | None:
+    return alert_of(frame, "kv.occupancy", pool.name)
+
+
+def _bar(frame: Frame, pool: PoolFrame, width: int) -> Run:
+    """Draw a pool by the states of its blocks, in the tone of its alert."""
+    alert = _fullness(frame, pool)
+    tone = Tone.ACCENT if alert is None else tone_of(alert)
+    return Run(state_bar(pool_counts(pool), width), tone)
 
 
 def _pool_block(frame: Frame, pool: PoolFrame, width: int, rows: int) -> list[Line]:
@@ -90,26 +102,21 @@ def _pool_block(frame: Frame, pool: PoolFrame, width: int, rows: int) -> list[Li
             *used_spans(frame, pool),
             Run(f"of {fig.count(pool.num_blocks)} blocks", Tone.MUTED),
         ],
-        [Run(state_bar(counts, width), Tone.ACCENT)],
+        [_bar(frame, pool, width)],
     ]
     return [*lines, *two_a_row(width, cells)][:rows]
 
 
 def _pool_pair(frame: Frame, pool: PoolFrame, width: int) -> list[Line]:
-    counts = pool_counts(pool)
     head = [Run(pad(pool.name, NAME_WIDTH)), *used_spans(frame, pool)]
-    return [
-        [*head, *_numbers(pool, width - width_of(head))],
-        [Run(state_bar(counts, width), Tone.ACCENT)],
-    ]
+    return [[*head, *_numbers(pool, width - width_of(head))], [_bar(frame, pool, width)]]
 
 
 def _pool_row(frame: Frame, pool: PoolFrame, width: int) -> Line:
     head = [Run(pad(pool.name, NAME_WIDTH)), *used_spans(frame, pool)]
     numbers = _numbers(pool, width // 2)
     room = width - width_of(head) - width_of(numbers) - 1
-    bar = Run(state_bar(pool_counts(pool), room) + " ", Tone.ACCENT)
-    return [*head, bar, *numbers]
+    return [*head, _bar(frame, pool, room), Run(" "), *numbers]
 
 
 def _numbers(pool: PoolFrame, room: int) -> Line:
@@ -165,10 +172,11 @@ def _cores(frame: Frame, width: int, height: int) -> list[Line]:
         return [
             _meter(
                 f"cpu {cpu}",
-                f"{percent}% {_used_by(percent, users.get(cpu))}",
+                f"{percent}% {(user := _used_by(percent, users.get(cpu)))}",
                 percent / 100,
                 "",
                 width,
+                Tone.WARN if user == _OTHERS else Tone.STRONG,
             )
             for cpu, percent in enumerate(percents)
         ]
@@ -186,7 +194,7 @@ def _used_by(percent: int, worker: WorkerFrame | None) -> str:
     own = None if worker is None else worker.cpu_percent
     if worker is not None and own is not None:
         own /= max(len(worker.cpus_used), 1)
-        return "other" if percent - own > FOREIGN_PERCENT else worker.name
+        return _OTHERS if percent - own > FOREIGN_PERCENT else worker.name
     return "" if worker is None else worker.name
 
 
@@ -194,12 +202,14 @@ def _share(value: float | None, whole: float | None) -> float | None:
     return None if value is None or not whole else value / whole
 
 
-def _meter(name: str, reading: str, ratio: float | None, extra: str, width: int) -> Line:
+def _meter(
+    name: str, reading: str, ratio: float | None, extra: str, width: int, tone: Tone = Tone.STRONG
+) -> Line:
     """Draw a name, a reading, a bar if a maximum is known, and an extra text."""
     room = width - _DEVICE_WIDTH - _READING_WIDTH - (len(extra) + 1 if extra else 0)
     return [
         Run(pad(name, _DEVICE_WIDTH - 1) + " ", Tone.MUTED),
-        Run(pad(reading, _READING_WIDTH), Tone.STRONG),
+        Run(pad(reading, _READING_WIDTH), tone),
         Run(gauge(ratio, room) if ratio is not None else "", Tone.ACCENT),
         Run(f" {extra}" if extra else ""),
     ]

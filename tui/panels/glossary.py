@@ -60,7 +60,8 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("busy", "share of the last second that the worker spent in steps"),
             Entry("batch", "mean number of sequences in a step"),
             Entry("in, out", "prompt tokens read and output tokens produced since the start"),
-            Entry("attn", "the code that computes attention"),
+            Entry("handed off", "sequences that went from the prefill worker to the decode worker"),
+            Entry("of 5,280", "under tok/s: the top of its graph"),
             Entry(
                 "cpu 1 + cpu 0, lent:",
                 "elastic roles lend an idle worker's core until it has work again",
@@ -78,14 +79,14 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             _TTFT,
             Entry("itl", "inter-token latency (ITL): time between two tokens of a reply"),
             Entry("e2e", "end to end: from a request's arrival to its last token"),
-            Entry("ok, target", "share within the target; press T to set targets"),
+            Entry("ok, target", "share within the target, where one is set; press T to set them"),
             Entry("ttft mean", "mean time of each stage before the first token"),
             _USED,
             Entry("cpu, cores", "load of the machine and of each core, with its worker"),
             Entry("rss", "memory of the worker process"),
             Entry("admitted, weights", "sequences the worker holds; bytes of the model it loaded"),
             Entry("daemon", "CPU and memory of the daemon itself"),
-            Entry("other", "a core that other programs keep busy"),
+            Entry("others", "a core that other programs keep busy"),
             Entry("J/token", "energy per prompt token (in) and per output token (out)"),
             Entry("bottleneck", "what limits the throughput now"),
         ),
@@ -169,6 +170,17 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("waiting, declined, late", "loads now; skipped as slower; past their deadline"),
             Entry("expired, damaged, not stored", "dropped by age; bad checksum; failed writes"),
         ),
+        "timeline": (
+            Entry("prompt, output", "a request on the worker that computed it, by its id"),
+            Entry(
+                "waiting",
+                "a request before its first step",
+                "long bars: more load than the machine can serve",
+            ),
+            Entry("more", "requests for which the lane has no room"),
+            Entry("busy", "share of the last second that the worker spent in steps"),
+            Entry("events", "warnings and errors at their times", "page events has their words"),
+        ),
         "handoff": (
             Entry("alias", "workers share one KV pool; a handoff copies nothing"),
             Entry("peer", "blocks are copied directly into the other worker's pool"),
@@ -198,6 +210,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
         ),
         "events": (
             Entry("alert", "a reading beyond its threshold, and since when"),
+            Entry("cleared alerts", "how often each was raised, for how long on average"),
             Entry("bottleneck", "what limits the throughput now"),
             Entry(
                 "refused",

@@ -7,6 +7,7 @@ Never: infers a rate; all are the daemon's.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 
 from appliance.observe.frame import figures as fig
@@ -32,7 +33,6 @@ from tui.lines import (
     pad,
     rule,
     state_bar,
-    width_of,
     wrap,
 )
 from tui.panels.lanes import newest_size, ranked_routes, route_text
@@ -205,8 +205,8 @@ def _rates(view: View, frame: Frame, width: int, num_rows: int) -> list[Line]:
             Run(pad(label, _WIDE_LABEL), Tone.MUTED),
             Run(pad(f"{reading}/s", _RATE_WIDTH), Tone.STRONG),
         ]
-        shown = view.recent(samples, width - width_of(head))
-        lines += beside_chart(head, shown, width, num_rows)
+        figure = fig.size if label == "bytes" else fig.rate
+        lines += beside_chart(head, partial(view.recent, samples), width, num_rows, figure)
     counts = [("done", fig.count(totals.handoffs))]
     if totals.handoff_bytes:
         counts += [("moved", fig.size(totals.handoff_bytes)), ("mean", fig.size(mean))]

@@ -34,6 +34,8 @@ class Alert(NamedTuple):
     text: str
     action: str = ""
     """What to press or type; empty: nothing is known that helps."""
+    request_id: str = ""
+    """The listed request that it names; empty: none."""
 
 
 def header(view: View, width: int) -> Line:
@@ -117,7 +119,13 @@ def alerts(view: View) -> list[Alert]:
     theirs = []
     if frame is not None:
         theirs = [
-            Alert(a.severity, alert_text(a, frame.at), alert_action(a, frame)) for a in frame.alerts
+            Alert(
+                a.severity,
+                alert_text(a, frame.at),
+                alert_action(a, frame),
+                named_request(a, frame),
+            )
+            for a in frame.alerts
         ]
     own = own_alerts(view)
     # the header says that it loads, too: a death before that comes first where there is little room
@@ -150,11 +158,25 @@ def alert_text(alert: AlertFrame, now: str) -> str:
 
 
 def alert_action(alert: AlertFrame, frame: Frame) -> str:
-    """Return the keys for the request that an alert names, if it is listed, else its command."""
-    is_listed = any(request.id == alert.request_id for request in frame.requests)
-    if is_listed:
-        return "enter looks, x cancels"
+    """Return the key for the request that an alert names, if it is listed, else its command.
+
+    The key shows the request of the worst such alert.
+    """
+    if named_request(alert, frame):
+        worst = next(each for each in frame.alerts if named_request(each, frame))
+        return "a shows it" if worst is alert else ""
     return f"run `{alert.action}`" if alert.action else ""
+
+
+def named_request(alert: AlertFrame, frame: Frame) -> str:
+    """Return the id of the request that an alert names; empty: none that the frame lists."""
+    ids = (request.id for request in frame.requests)
+    return next((each for each in ids if each == alert.request_id), "")
+
+
+def tone_of(alert: AlertFrame | None) -> Tone:
+    """Return the tone of a reading by its alert; a strong one without."""
+    return Tone.STRONG if alert is None else mark_of(alert).tone
 
 
 def mark_of(alert: AlertFrame | None) -> Run:
@@ -176,11 +198,8 @@ def alert_line(view: View, width: int) -> Line:
     found = alerts(view)
     limit = view.frame.limit if view.frame else ""
     if not found:
-        rest = note_parts(view.frame)[1] if view.frame else ""
-        text = limit or (f"the model: {rest}" if rest else "")
         state = [Run(" "), Run("● ok", Tone.GOOD)]
-        told = [Run("bottleneck: " if limit else "", Tone.MUTED)]
-        told.append(Run(text, Tone.PLAIN if limit else Tone.MUTED))
+        told = [Run("bottleneck: " if limit else "", Tone.MUTED), Run(limit)]
         calm = Run("  no alerts   ", Tone.MUTED)
         if width_of([*state, calm, *told]) > width:  # it says no more than `ok`
             calm = Run("  ")
@@ -188,7 +207,9 @@ def alert_line(view: View, width: int) -> Line:
     line: Line = []
     for index, alert in enumerate(found):
         mark, tone = SEVERITIES.get(alert.severity, SEVERITIES["info"])
-        item = [Run("   " if line else " "), Run(mark, tone), Run(f" {alert.text}")]
+        click = f"app.alert({index})"
+        item = [Run("   " if line else " "), Run(mark, tone, click)]
+        item.append(Run(f" {alert.text}", action=click))
         num_left = len(found) - index
         room = width - (0 if num_left == 1 else len(f"  (+{num_left - 1} more)"))
         action = Run(f"; {alert.action}", Tone.MUTED)
@@ -203,22 +224,31 @@ def alert_line(view: View, width: int) -> Line:
     return line
 
 
-def key_hints(
-    hints: Sequence[tuple[str, str]], pages: Sequence[str], page: str, width: int
-) -> Line:
+class Hint(NamedTuple):
+    """A key for the last line of the screen."""
+
+    sign: str
+    """What is on the key."""
+    label: str
+    action: str
+    """What it does, as a click does."""
+
+
+def key_hints(hints: Sequence[Hint], pages: Sequence[str], page: str, width: int) -> Line:
     """Draw the pages, then keys with labels; if some do not fit, point to help."""
     line: Line = [Run(f" 1-{len(pages)} ", Tone.ACCENT), Run(page, Tone.CURRENT), Run(" ")]
     named: Line = []
     for number, name in enumerate(pages, start=1):
+        click = f"app.page('{name}')"
         tone = Tone.CURRENT if name == page else Tone.MUTED
-        named += [Run(f" {number} ", Tone.ACCENT), Run(name, tone)]
+        named += [Run(f" {number} ", Tone.ACCENT, click), Run(name, tone, click)]
     if width_of(named) + _LEAST_KEYS <= width:
         line = [*named, Run(" ")]
     line.append(Run("│", Tone.MUTED))
     room = width - width_of(line)
-    *others, last = (_hint(key, label) for key, label in hints)
+    *others, last = (_hint(hint) for hint in hints)
     if sum(map(width_of, [*others, last])) > room:
-        last = _hint("?", "for more")
+        last = _hint(Hint("?", "for more", "app.help"))
     for hint in others:
         if width_of(hint) + width_of(last) > room:
             break
@@ -227,8 +257,11 @@ def key_hints(
     return [*line, *last]
 
 
-def _hint(key: str, label: str) -> Line:
-    return [Run(f" {key} ", Tone.ACCENT), Run(label, Tone.MUTED)]
+def _hint(hint: Hint) -> Line:
+    return [
+        Run(f" {hint.sign} ", Tone.ACCENT, hint.action),
+        Run(hint.label, Tone.MUTED, hint.action),
+    ]
 
 
 def summary(view: View) -> str:

@@ -1,10 +1,12 @@
-"""Draw the KV page: pools, a block map, holders, caches.
+"""Draw the KV page: pools, a block map where blocks are scarce, holders, caches.
 
 Invariant: cells of a map add up to its pool; an owner has the same line in every pool.
 Never: shows a tier or a cache that this appliance does not have.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 from appliance.observe.frame import figures as fig
 from appliance.observe.frame.protocol import Frame, PoolFrame
@@ -37,6 +39,8 @@ _MAX_ROWS = 8
 """Maximum rows of a map or a graph."""
 _MAX_OWNERS = 8
 _MAX_HOLDERS = 8
+_MAP_FROM = 0.2
+"""Minimum occupancy of a pool whose blocks are drawn as a map: an emptier one tells nothing."""
 
 
 def page(view: View, width: int, height: int) -> list[Line]:
@@ -58,9 +62,9 @@ def page(view: View, width: int, height: int) -> list[Line]:
         ]
     pools, tiers = _pools(view, frame, width), lines(frame, width)
     # a map and a graph of each pool share what is left below the rules and the legend
-    num_pools = len(frame.pools)
-    room = height - len(pools) - len(tiers) - num_pools - 2
-    rows = max(1, min(_MAX_ROWS, room // (2 * num_pools)))
+    num_maps = len(_mapped(frame))
+    room = height - len(pools) - len(tiers) - num_maps - 2
+    rows = max(1, min(_MAX_ROWS, room // (len(frame.pools) + num_maps)))
     left = (width - 2) * 3 // 5
     right = width - 2 - left
     return [
@@ -142,11 +146,15 @@ def _cell(column: str) -> int:
     return 9 if column in ("reserved", "draining", "size") else _NUMBER_WIDTH - 1
 
 
+def _mapped(frame: Frame) -> list[PoolFrame]:
+    return [pool for pool in frame.pools if (pool.used_ratio or 0.0) >= _MAP_FROM]
+
+
 def _maps(frame: Frame, width: int, rows: int) -> list[Line]:
-    """Draw each pool as rows of cells by state."""
+    """Draw each pool that is filled enough as rows of cells by state."""
     legend = " ".join(f"{cell}{state}" for state, cell in STATE_CELLS.items())
     lines: list[Line] = []
-    for pool in frame.pools:
+    for pool in _mapped(frame):
         cells = state_bar(pool_counts(pool), width * rows)
         per_cell = pool.num_blocks / len(cells) if cells else 0
         note = f"a cell is {per_cell:.1f} blocks"
@@ -155,21 +163,20 @@ def _maps(frame: Frame, width: int, rows: int) -> list[Line]:
             [Run(cells[start : start + width], Tone.ACCENT)]
             for start in range(0, len(cells), width)
         ]
-    return [*lines, [Run(legend, Tone.MUTED)]]
+    return [*lines, [Run(legend, Tone.MUTED)]] if lines else []
 
 
 def _history(view: View, width: int, height: int) -> list[Line]:
-    """Draw the occupancy of each pool over the window, scaled from 0 to the highest."""
-    room = width - _NAME_WIDTH - 6
+    """Draw the occupancy of each pool over the window, from 0 to all of its blocks."""
     lines: list[Line] = [rule("OCCUPANCY", width, f"last {fig.whole_seconds(view.window_s)}")]
     for name, samples in view.history.kv_used_ratio.items():
-        known = [value for value in samples[-view.window_s :] if value is not None]
-        top = f"{fig.ratio(max(known, default=None))} "
+        used = fig.ratio(samples[-1] if samples else None)
         head = [
             Run(pad(name, _NAME_WIDTH), Tone.MUTED),
-            Run(pad(top, 6, right=True), Tone.STRONG),
+            Run(pad(used, 4, right=True), Tone.STRONG),
         ]
-        lines += beside_chart(head, view.recent(samples, room), width, height)
+        recent = partial(view.recent, samples)
+        lines += beside_chart(head, recent, width, height, fig.ratio, 1.0)
     return lines
 
 

@@ -1,6 +1,6 @@
-"""Draw the prefill, handoff and decode lanes.
+"""Draw the prefill, decode and handoff lanes.
 
-A lane is a phase; several workers of it have a row each.
+A lane is a phase; several workers of it have a row each. Handoffs have one where they copy KV.
 
 Invariant: the lines come in order of importance, so a lower panel shows the first of them.
 Never: shows a number that the frame does not report.
@@ -15,19 +15,24 @@ from tui.lines import (
     Line,
     Run,
     Tone,
+    chart,
     clean,
     gauge,
     marked,
     nonzero,
     pad,
     pairs,
+    peak,
     sparkline,
     two_a_row,
     width_of,
 )
-from tui.view import View, workers_for
+from tui.panels.header import tone_of
+from tui.view import View, alert_of, copies, workers_for
 
 _LABEL_WIDTH = 13
+_ROOMY = 7
+"""Minimum rows for a graph of two."""
 _PLACE_WIDTH = 44
 """Minimum width for a worker's device in its row."""
 _SHORT_REASONS = {
@@ -89,10 +94,11 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
     oldest_ms = queue.oldest_queued_ms if queue.first_token is None else queue.first_token.waited_ms
     oldest_s = None if oldest_ms is None else oldest_ms / 1000
     tokens = fig.of_most(queue.queued_tokens, queue.max_queued_tokens, (width + 1) // 2 - 8)
-    return [
+    late = tone_of(alert_of(frame, "queue.wait"))
+    lines = [
         _not_ready(workers, width)
         or pairs(width, ("running", fig.count(queue.prefilling)), ("queued", waiting)),
-        _trend(view, view.history.prefill_tokens_per_s, "tok/s", width),
+        *_trend(view, view.history.prefill_tokens_per_s, "tok/s", width, height),
         *_steps(frame, workers, width),
         [
             Run(pad("queue", _LABEL_WIDTH), Tone.MUTED),
@@ -100,7 +106,7 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
         ],
         pairs(
             width,
-            ("oldest", fig.seconds(oldest_s)),
+            ("oldest", fig.seconds(oldest_s), late),
             ("callers", fig.count(queue.num_owners)),
         ),
         pairs(
@@ -108,41 +114,30 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
             ("in", f"{fig.short_count(frame.totals.prompt_tokens)} tok"),
             ("waiting", tokens if queue.max_queued_tokens else fig.ABSENT),
         ),
-        *_processes(workers, width),
-    ][:height]
+    ]
+    return [*lines, *_processes(workers, width, height - len(lines))][:height]
 
 
 def handoff(view: View, width: int, height: int) -> list[Line]:
-    """Draw the sequences between the prefill worker and the decode worker."""
+    """Draw the KV that is copied from the prefill worker to the decode worker."""
     frame = view.frame
-    if frame is None:
+    if frame is None or not copies(frame):
         return []
-    if frame.transport is None:
-        return [[Run("one worker for both phases: no handoff", Tone.MUTED)]][:height]
     totals, latency, history = frame.totals, frame.latency, view.history
     rate = f"{newest_size(history.handoff_bytes_per_s)}/s"
-    copied = [("copied", rate), ("moved", fig.size(totals.handoff_bytes))]
-    troubles = nonzero(
-        ("failed", frame.handoff.num_failed if frame.handoff else None),
-        ("recovered", totals.recovered_sequences),
-        ("stale", totals.stale_messages),
-    )
     return [
         pairs(
             width,
             ("moving", fig.count(frame.queue.handing_off)),
             ("done", fig.count(totals.handoffs)),
         ),
-        _trend(view, history.handoffs_per_s, "/s", width),
+        *_trend(view, history.handoffs_per_s, "/s", width, height),
         pairs(
             width,
             ("p50", fig.duration(latency.handoff_ms_p50)),
             ("p95", fig.duration(latency.handoff_ms_p95)),
         ),
-        [Run("zero-copy: one pool for all workers", Tone.MUTED)]
-        if frame.transport == "alias"
-        else pairs(width, *copied),
-        *two_a_row(width, troubles),
+        pairs(width, ("copied", rate), ("moved", fig.size(totals.handoff_bytes))),
         *([Run(line, Tone.MUTED)] for line in routes(frame)),
     ][:height]
 
@@ -178,8 +173,6 @@ def decode(view: View, width: int, height: int) -> list[Line]:
         return []
     workers = workers_for(frame, "decode")
     history = view.history
-    graph = _trend(view, history.decode_tokens_per_s, "tok/s", width)
-    stalls = view.recent(history.stalls, len(graph[-1].text))
     batches = [w.batch_size_mean for w in workers if w.batch_size_mean is not None]
     longest_ms = max((w.step_ms_max for w in workers if w.step_ms_max is not None), default=None)
     troubles = nonzero(
@@ -187,9 +180,12 @@ def decode(view: View, width: int, height: int) -> list[Line]:
         ("restarts", sum(worker.num_restarts for worker in workers)),
         ("paused", frame.queue.paused),
         ("preempted", frame.totals.preemptions),
+        ("failed handoffs", frame.handoff.num_failed if frame.handoff else None),
+        ("recovered", frame.totals.recovered_sequences),
+        ("stale", frame.totals.stale_messages),
     )
-    backends = dict.fromkeys(w.attention.split()[-1] for w in workers if w.attention)
-    return [
+    handed = [("handed off", fig.short_count(frame.totals.handoffs))] if frame.transport else []
+    lines = [
         _not_ready(workers, width)
         or pairs(
             width,
@@ -199,30 +195,26 @@ def decode(view: View, width: int, height: int) -> list[Line]:
                 f"{fig.rate(sum(w.steps_per_s for w in workers) if workers else None)}/s",
             ),
         ),
-        [*graph[:-1], *marked(graph[-1].text, stalls)],
+        *_trend(view, history.decode_tokens_per_s, "tok/s", width, height, history.stalls),
         *_steps(frame, workers, width),
         pairs(
             width,
             ("max", fig.duration(longest_ms)),
             ("batch", f"{sum(batches) / len(batches):.1f}" if batches else fig.ABSENT),
         ),
-        pairs(
-            width,
-            ("out", f"{fig.short_count(frame.totals.output_tokens)} tok"),
-            ("attn", ", ".join(backends) or fig.ABSENT),
-        ),
+        pairs(width, ("out", f"{fig.short_count(frame.totals.output_tokens)} tok"), *handed),
         *two_a_row(width, troubles),
-        *_processes(workers, width),
-    ][:height]
+    ]
+    return [*lines, *_processes(workers, width, height - len(lines))][:height]
 
 
-def _processes(workers: list[WorkerFrame], width: int) -> list[Line]:
-    """Draw each process's use of the machine."""
-    lines = []
-    for worker in workers:
-        lines += [[Run(worker.name, Tone.ACCENT)]] if len(workers) > 1 else []
-        lines += _process(worker, width)
-    return lines
+def _processes(workers: list[WorkerFrame], width: int, room: int) -> list[Line]:
+    """Draw each process's use of the machine; several are shown as far as they fit."""
+    if len(workers) == 1:
+        return _process(workers[0], width)
+    blocks = [[[Run(each.name, Tone.ACCENT)], *_process(each, width)] for each in workers]
+    num_blocks = max(0, room) // len(blocks[0]) if blocks else 0
+    return [line for block in blocks[:num_blocks] for line in block]
 
 
 def _process(worker: WorkerFrame, width: int) -> list[Line]:
@@ -264,15 +256,27 @@ def _graph(view: View, samples: Samples, width: int) -> str:
     return sparkline(view.recent(samples, width) if len(samples) > 1 else (), width)
 
 
-def _trend(view: View, samples: Samples, unit: str, width: int) -> Line:
-    """Draw the newest value and the graph up to it."""
+def _trend(
+    view: View, samples: Samples, unit: str, width: int, height: int, stalls: Samples = ()
+) -> list[Line]:
+    """Draw the newest value and the graph up to it; in a high lane with its highest value.
+
+    A stall is marked above its value, or in its place if the graph has one row.
+    """
     value = fig.rate(samples[-1] if samples else None)
     label = [Run(value, Tone.STRONG), Run(f" {unit} ", Tone.MUTED)]
-    room = max(_LABEL_WIDTH, width_of(label))
+    indent = max(_LABEL_WIDTH, width_of(label))
+    label.append(Run(" " * (indent - width_of(label))))
+    room = max(0, width - indent)
+    marks = view.recent(stalls, room)
+    if height < _ROOMY:
+        return [[*label, *marked(_graph(view, samples, room), marks)]]
+    shown = view.recent(samples if len(samples) > 1 else (), room)
+    upper, lower = chart(shown, room, 2)
+    most = pad(f"of {fig.rate(peak(shown))}", indent)
     return [
-        *label,
-        Run(" " * (room - width_of(label))),
-        Run(_graph(view, samples, width - room), Tone.ACCENT),
+        [*label, *marked(upper, marks)],
+        [Run(most, Tone.MUTED), Run(lower, Tone.ACCENT)],
     ]
 
 

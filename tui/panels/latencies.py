@@ -1,32 +1,42 @@
 """Draw latencies: quantiles of the last minute, and the share of met targets.
 
-Invariant: every quantile stands under its window; a share stands beside its target.
+Invariant: every quantile stands under its window; targets and their shares only where one is set.
 Never: computes a quantile; the daemon's are exact.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from appliance.observe.frame import figures as fig
 from appliance.observe.frame.protocol import Frame, LatencyFrame
 from appliance.observe.frame.request_facts import TTFT_STAGES
 from tui.history import Samples
-from tui.lines import Line, Run, Tone, fold, pad, sparkline, wrap
-from tui.panels.gauges import MIN_REST_SHARE, NAME_WIDTH
-from tui.panels.header import mark_of
+from tui.lines import Line, Run, Tone, fold, pad, sparkline, width_of, wrap
+from tui.panels.gauges import MIN_REST_SHARE
+from tui.panels.header import mark_of, tone_of
 from tui.view import View, alert_of
 
-_NUMBER_WIDTH = 7
+_NAME_WIDTH, _NUMBER_WIDTH = 8, 7
+_NARROW = 36
+"""Minimum width for whole names and the share of met targets."""
 _TREND_FROM = 60
 """Minimum width for the maximum, the targets and a graph."""
 _TARGET_WIDTH = 10
+_ALERTS = {
+    "ttft": ("ttft.", "queue.wait"),
+    "itl": ("decode.",),
+}
+"""Alerts on late tokens; others are on targets."""
 
 
-def title(view: View) -> str:
-    """Return the title `LATENCY last 60s, 34 requests`."""
+def title(view: View, width: int) -> str:
+    """Return the title `LATENCY  last 60s, 34 finished`, as much of it as fits."""
     if view.frame is None:
         return "LATENCY"
     latency = view.frame.latency
-    return f"LATENCY  last {latency.window_s:.0f}s, {fig.count(latency.num_requests)} finished"
+    window = f"LATENCY  last {latency.window_s:.0f}s"
+    return window + f", {fig.count(latency.num_requests)} finished" * (width >= _NARROW)
 
 
 def latency(view: View, width: int, height: int) -> list[Line]:
@@ -36,45 +46,75 @@ def latency(view: View, width: int, height: int) -> list[Line]:
         return []
     now, is_wide = frame.latency, width >= _TREND_FROM
     if now.ttft_ms_p50 is None and now.itl_ms_p50 is None and now.e2e_ms_p50 is None:
-        quiet = f"no tokens in the last {now.window_s:.0f} s"
+        quiet = f"no tokens for {now.window_s:.0f} s"
         return wrap(quiet, width, 0, Tone.MUTED)[:height]
-    names = ["p50", "p95", "p99", *(["max"] if is_wide else []), "ok"]
-    head = pad("ms", NAME_WIDTH)
-    head += "".join(pad(name, _NUMBER_WIDTH, right=True) for name in names)
-    lines: list[Line] = [[Run(head + ("   target    p95" if is_wide else ""), Tone.MUTED)]]
-    for name, quantiles, share, target_ms, samples in _rows(view, frame, now):
-        line = [Run(pad(name, NAME_WIDTH), Tone.MUTED)]
-        shown = quantiles if is_wide else quantiles[:3]
-        line += [
-            Run(pad(fig.millis(value), _NUMBER_WIDTH, right=True), Tone.STRONG) for value in shown
-        ]
-        mark = mark_of(alert_of(frame, "slo", name))
-        tone = Tone.STRONG if mark.tone == Tone.PLAIN else mark.tone
-        line += [Run(pad(fig.fine_ratio(share), _NUMBER_WIDTH, right=True), tone), mark]
-        if is_wide:
-            target = fig.ABSENT if target_ms is None else f"<={fig.count(target_ms)}"
-            line.append(Run("  " + pad(target, _TARGET_WIDTH), Tone.MUTED))
-            room = width - NAME_WIDTH - 5 * _NUMBER_WIDTH - _TARGET_WIDTH - 3
-            line.append(Run(sparkline(view.recent(samples, room), room), Tone.ACCENT))
-        lines.append(line)
+    has_targets = width >= _NARROW and (frame.slo_ttft_ms, frame.slo_itl_ms) != (None, None)
+    name_width, cell = _widths(width)
+    names = ["p50", "p95", "p99", *["max"] * is_wide, *["ok"] * has_targets]
+    head = pad("ms", name_width) + "".join(pad(name, cell, right=True) for name in names)
+    if is_wide:
+        head += f" {pad('  target', _TARGET_WIDTH) if has_targets else ''}  p95"
+    rows = [
+        _line(view, frame, row, width, has_targets)
+        for row in _rows(view, frame, now)
+        if len(row.name) < name_width
+    ]
+    lines: list[Line] = [[Run(head, Tone.MUTED)], *rows]
     return [*lines, *_made_of(now, width, height - len(lines))][:height]
 
 
-_Row = tuple[str, list[float | None], float | None, int | None, Samples]
+def _widths(width: int) -> tuple[int, int]:
+    """Return the cells of a name and of a number."""
+    return (_NAME_WIDTH, _NUMBER_WIDTH) if width >= _NARROW else (5, 6)
+
+
+def _line(view: View, frame: Frame, row: _Row, width: int, has_targets: bool) -> Line:
+    """Draw one figure; what is late has the tone of its alert, or stands out by its target."""
+    is_wide, (name_width, cell) = width >= _TREND_FROM, _widths(width)
+    alert = alert_of(frame, "slo", row.name) or alert_of(frame, _ALERTS.get(row.name, ()))
+    line = [Run(pad(row.name, name_width), Tone.MUTED)]
+    for value in row.quantiles if is_wide else row.quantiles[:3]:
+        is_late = value is not None and row.target_ms is not None and value > row.target_ms
+        tone = Tone.WARN if is_late and alert is None else tone_of(alert)
+        line.append(Run(pad(fig.millis(value), cell, right=True), tone))
+    if has_targets:
+        line.append(Run(pad(fig.fine_ratio(row.share), cell, right=True), tone_of(alert)))
+    line.append(mark_of(alert))
+    if is_wide and has_targets:
+        target = fig.ABSENT if row.target_ms is None else f"<={fig.count(row.target_ms)}"
+        line.append(Run(pad(f"  {target}", _TARGET_WIDTH), Tone.MUTED))
+    if is_wide:
+        room = width - width_of(line) - 2
+        graph = sparkline(view.recent(row.samples, room), room)
+        line += [Run("  "), Run(graph, Tone.ACCENT)]
+    return line
+
+
+class _Row(NamedTuple):
+    """One figure of the last minute."""
+
+    name: str
+    quantiles: list[float | None]
+    """The last is the maximum."""
+    share: float | None
+    """Share within the target; None: no target."""
+    target_ms: int | None
+    samples: Samples
+    """Of the graph."""
 
 
 def _rows(view: View, frame: Frame, now: LatencyFrame) -> list[_Row]:
-    """List name, quantiles with the maximum, share in time, target, and the graph's samples."""
+    """List the figures, what a person feels first."""
     ttft = [now.ttft_ms_p50, now.ttft_ms_p95, now.ttft_ms_p99, now.ttft_ms_max]
     itl = [now.itl_ms_p50, now.itl_ms_p95, now.itl_ms_p99, now.itl_ms_max]
     handoff = [now.handoff_ms_p50, now.handoff_ms_p95, None, None]
     whole = [now.e2e_ms_p50, now.e2e_ms_p95, now.e2e_ms_p99, None]
     history = view.history
     return [
-        ("ttft", ttft, now.ttft_slo_ratio, frame.slo_ttft_ms, history.ttft_ms_p95),
-        ("itl", itl, now.itl_slo_ratio, frame.slo_itl_ms, history.itl_ms_p95),
-        ("handoff", handoff, None, None, ()),
-        ("e2e", whole, None, None, ()),
+        _Row("ttft", ttft, now.ttft_slo_ratio, frame.slo_ttft_ms, history.ttft_ms_p95),
+        _Row("itl", itl, now.itl_slo_ratio, frame.slo_itl_ms, history.itl_ms_p95),
+        _Row("e2e", whole, None, None, ()),
+        _Row("handoff", handoff, None, None, ()),
     ]
 
 

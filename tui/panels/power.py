@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from appliance.observe.frame import figures as fig
 from appliance.observe.frame.protocol import DeviceFrame, EnergyFrame, Frame
-from tui.lines import Line, Run, Tone, chart, clip, facts, gauge, pad, rule
+from tui.lines import Line, Run, Tone, chart, clip, facts, gauge, pad, peak, rule
 from tui.panels.gauges import device_row
 from tui.panels.header import mark_of
 from tui.view import View, alert_of
@@ -28,8 +28,9 @@ def page(view: View, width: int, height: int) -> list[Line]:
         lines += _device(frame, device, width)
     energy = _energy(frame.energy, width)
     num_rows = max(1, min(_CHART_ROWS, height - len(lines) - len(energy) - 1))
-    lines.append(rule("POWER", width, f"all devices, last {fig.whole_seconds(view.window_s)}"))
     samples = view.recent(view.history.power_w, width)
+    about = f"all devices, last {fig.whole_seconds(view.window_s)}, 0 to {fig.watts(peak(samples))}"
+    lines.append(rule("POWER", width, about))
     lines += [[Run(row, Tone.ACCENT)] for row in chart(samples, width, num_rows)]
     return [*lines, *energy]
 

@@ -16,7 +16,7 @@ from appliance.observe.frame.protocol import RequestFrame
 from appliance.observe.frame.tier_frames import fields
 from tui.lines import Line, Run, Tone, clean, clip, pad, width_of
 from tui.past_requests import PastRequest
-from tui.request_order import RequestListing
+from tui.request_order import SORTS, RequestListing
 from tui.view import REPLAY, View
 
 _MARGIN = 2
@@ -153,37 +153,58 @@ def heading(columns: Sequence[RequestColumn], listing: RequestListing) -> Line:
     """Draw the line above the rows; the sorted column stands out."""
     line: Line = [Run("  ")]
     for column in columns:
-        tone = Tone.ACCENT if column.title.lower() == listing.sort else Tone.MUTED
-        line.append(Run(column.cell(column.title), tone))
+        name = column.title.lower()
+        tone = Tone.ACCENT if name == listing.sort else Tone.MUTED
+        click = f"app.sort_by('{name}')" if name in SORTS else ""
+        line.append(Run(column.cell(column.title), tone, click))
     return line
+
+
+_LATE_COLUMNS = {
+    "TTFT": ("queue", "prefill", "restore", "swap"),
+    "QUEUE": ("queue",),
+    "PREFILL": ("prefill",),
+    "HANDOFF": ("handoff",),
+    "TPOT": ("decode", "paused"),
+}
+"""The stages that a column stands out for, where the daemon found them slow."""
+
+
+def _tone(column: str, request: RequestFrame) -> Tone:
+    if column == "ID":
+        return Tone.STRONG
+    if column == "PHASE":
+        return Tone.BAD if request.error else _PHASE_TONES.get(request.phase, Tone.MUTED)
+    if column == "NOTE" and request.error:
+        return Tone.BAD
+    slow = (request.slow_because or "").partition(":")[0]
+    return Tone.WARN if slow in _LATE_COLUMNS.get(column, ()) else Tone.PLAIN
 
 
 def row(request: RequestFrame, columns: Sequence[RequestColumn], *, is_selected: bool) -> Line:
     """Draw one request as a line of the table."""
     line: Line = [Run("> " if is_selected else "  ", Tone.ACCENT)]
-    phase_tone = _PHASE_TONES.get(request.phase, Tone.MUTED)
-    tones = {"ID": Tone.STRONG, "PHASE": Tone.BAD if request.error else phase_tone}
     for column in columns:
         text = column.text(request)
         while column.title == "NOTE" and len(text) > column.width and ", " in text:
             text = text.rpartition(", ")[0]
         if column.title == "CLIENT" and len(text) > column.width:  # a cut number says nothing
             text = text.partition(" ")[0]
-        line.append(Run(column.cell(text), tones.get(column.title, Tone.PLAIN)))
+        line.append(Run(column.cell(text), _tone(column.title, request)))
     return line
 
 
 def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -> str:
-    """Return `REQUESTS 30 live, rows 1-8 by time v`, then filter and numbers of ends.
+    """Return `REQUESTS 30 live, rows 1-8 by TIME ↓`, then filter and numbers of ends.
 
     Parts that do not fit are left out, from the last on.
     """
     frame, listing = view.frame, view.listing
     if frame is None:
         return "REQUESTS"
-    arrow = "^" if listing.is_reversed else "v"
+    arrow = "↑" if listing.is_reversed else "↓"
     text = f"REQUESTS  {fig.count(frame.num_requests)} live"
-    text += f", rows {first}-{last} by {listing.sort} {arrow}" if num_shown else ""
+    text += f", rows {first}-{last} by {listing.sort.upper()} {arrow}" if num_shown else ""
     text += f" │ filter {listing.filter.text}" if listing.filter.text else ""
     totals, sign = frame.totals, " │ "
     for number, word in (

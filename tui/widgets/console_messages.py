@@ -49,6 +49,15 @@ class FinishedArrived(Message, bubble=False):
         self.requests = requests
 
 
+class PastArrived(Message, bubble=False):
+    """The daemon has sent frames from before the first one that it streamed."""
+
+    def __init__(self, frames: list[Frame], begin: str) -> None:
+        super().__init__()
+        self.frames = frames
+        self.begin = begin
+
+
 class WindowMoved(Message):
     """The request table shows other rows than before."""
 

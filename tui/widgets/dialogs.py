@@ -122,11 +122,13 @@ class Detail(Reader):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("e", "explain", "explain", show=False)]
 
-    def __init__(self, request: RequestFrame, *, is_ascii: bool) -> None:
+    def __init__(self, request: RequestFrame, *, is_ascii: bool, may_cancel: bool) -> None:
         self.request = request
         self._is_there = True
         self._is_ascii = is_ascii
-        super().__init__("REQUEST  e explains, esc or q closes", self._lines, is_ascii=is_ascii)
+        cancels = "x cancels, " if may_cancel else ""
+        title = f"REQUEST  {cancels}e explains, esc or q closes"
+        super().__init__(title, self._lines, is_ascii=is_ascii)
 
     def action_explain(self) -> None:
         """Explain the stages."""
@@ -154,11 +156,12 @@ class Confirm(Dialog):
     ]
 
     def __init__(self, question: str, *, is_ascii: bool) -> None:
+        yes, no = f"screen.dismiss('{YES}')", "screen.dismiss"
         answers: Line = [
-            Run("y", Tone.ACCENT),
-            Run(" yes   "),
-            Run("N", Tone.ACCENT),
-            Run(" no"),
+            Run("y", Tone.ACCENT, yes),
+            Run(" yes   ", action=yes),
+            Run("N", Tone.ACCENT, no),
+            Run(" no", action=no),
         ]
         super().__init__(
             "CONFIRM", lambda width: [*wrap(question, width), answers], is_ascii=is_ascii
@@ -247,8 +250,8 @@ class Choose(Dialog):
         rows: list[Line] = [
             [
                 Run("> " if index == self._cursor else "  ", Tone.ACCENT),
-                Run(pad(name, _NAME_WIDTH), Tone.STRONG),
-                Run(what, Tone.MUTED),
+                Run(pad(name, _NAME_WIDTH), Tone.STRONG, f"screen.take({index})"),
+                Run(what, Tone.MUTED, f"screen.take({index})"),
             ]
             for index, (name, what) in enumerate(self._matches)
         ]
@@ -271,6 +274,10 @@ class Choose(Dialog):
 
     def on_input_submitted(self) -> None:
         """Take the option at the cursor, if there is one."""
+        self.action_take(self._cursor)
+
+    def action_take(self, index: int) -> None:
+        """Take a matching option by its place, if there is one."""
         matches = self._matches
         if matches:
-            self.dismiss(matches[self._cursor][0])
+            self.dismiss(matches[index][0])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from textual.app import ComposeResult
+from textual.events import Key
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 
@@ -23,7 +24,7 @@ from tui.widgets.filter_line import FilterLine
 from tui.widgets.overview import LINED, NAMES, Overview, pages
 from tui.widgets.panel import Page, Panel, RequestBox, RequestTable
 
-Hints = Callable[[], Sequence[tuple[str, str]]]
+Hints = Callable[[], Sequence[header.Hint]]
 """The keys that work now, and what they do."""
 _MIN_WIDTH, _MIN_HEIGHT = 40, 10
 _MOST_FINISHED = 500
@@ -91,6 +92,12 @@ class MainScreen(Screen[None]):
     def on_resize(self) -> None:
         self.call_after_refresh(lambda: self.show(self._view))
 
+    def on_key(self, event: Key) -> None:
+        """Answer a key that does nothing."""
+        if event.is_printable and event.key not in self.active_bindings:
+            what = f"{event.character} does nothing on this page; ? lists the keys"
+            self.notify(what, timeout=2, markup=False)
+
     @property
     def table(self) -> RequestTable | None:
         return next(iter(self._current.query(RequestTable)), None)
@@ -98,7 +105,7 @@ class MainScreen(Screen[None]):
     @property
     def num_finished_wanted(self) -> int:
         """The number of finished requests that the page can show."""
-        if self.page in ("requests", "handoff"):
+        if self.page in ("requests", "timeline", "handoff"):
             return _MOST_FINISHED
         num_live = len(self._view.frame.requests) if self._view.frame else 0
         return max(0, self.table.size.height - num_live) if self.table else 0

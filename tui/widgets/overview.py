@@ -17,19 +17,19 @@ from textual.containers import Container
 from appliance.observe.frame.protocol import Frame
 from tui.history import has_meter
 from tui.lines import Line
-from tui.panels import events, gauges, handoff, kv, lanes, latencies, power
-from tui.view import View, workers_for
+from tui.panels import events, gauges, handoff, kv, lanes, latencies, power, timeline
+from tui.view import View, copies, workers_for
 from tui.widgets.panel import Panel, RequestBox, entitle
 
 _Title = Callable[[View, int, int], str]
 """A title for a view, a width and a height."""
 _Paint = Callable[[View, int, int], list[Line]]
 FRAMED: dict[str, tuple[_Title, _Paint]] = {
+    "latency": (lambda view, width, height: latencies.title(view, width), latencies.latency),
     "prefill": (lambda view, width, height: lanes.prefill_title(view), lanes.prefill),
-    "handoff": (lambda view, width, height: lanes.handoff_title(view), lanes.handoff),
     "decode": (lambda view, width, height: lanes.decode_title(view), lanes.decode),
     "kv": (gauges.kv_title, gauges.kv),
-    "latency": (lambda view, width, height: latencies.title(view), latencies.latency),
+    "handoff": (lambda view, width, height: lanes.handoff_title(view), lanes.handoff),
     "machine": (lambda view, width, height: "MACHINE", gauges.machine),
     "events": (lambda view, width, height: "EVENTS", events.events),
 }
@@ -39,20 +39,20 @@ _MAX_WORKERS = 4
 
 
 class Overview(Container):
-    """Lanes, gauges, requests, events."""
+    """Latency and lanes, gauges, requests, events."""
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
         self._view = View()
 
     def compose(self) -> ComposeResult:
-        """Place the lanes, gauges, requests and events."""
+        """Place what clients feel, then its causes, requests and events."""
         with Container(id="lanes"):
-            yield from map(self._framed, ("prefill", "handoff", "decode"))
+            yield from map(self._framed, ("latency", "prefill", "decode"))
         with Container(id="gauges"):
             yield self._framed("kv")
             with Container(id="pair"):
-                yield from map(self._framed, ("latency", "machine"))
+                yield from map(self._framed, ("handoff", "machine"))
         yield RequestBox(id="live")
         yield self._framed("events")
 
@@ -69,6 +69,9 @@ class Overview(Container):
         num_pools = min(_MAX_POOLS, len(frame.pools)) if frame else 1
         for num in range(2, _MAX_POOLS + 1):
             self.set_class(num_pools == num, f"-pools-{num}")
+        if self.has_class("-copies") != copies(frame):
+            self.set_class(copies(frame), "-copies")
+            self.call_after_refresh(lambda: self.show(self._view))  # titles tell other widths
         num_workers = max(len(workers_for(frame, role)) for role in ("prefill", "decode"))
         for num in range(2, _MAX_WORKERS + 1):
             self.set_class(min(num_workers, _MAX_WORKERS) == num, f"-workers-{num}")
@@ -80,12 +83,18 @@ class Overview(Container):
         self.query_one(RequestBox).show(view)
 
 
-NAMES = ("overview", "requests", "kv", "handoff", "events", "power")
+NAMES = ("overview", "requests", "kv", "timeline", "events", "handoff", "power")
 """The pages by their digits, from 1."""
 Paint = Callable[[View, int, int], list[Line]]
 """Lines for a view, a width and a height; a page scrolls if there are more."""
 LINED: Mapping[str, Paint] = MappingProxyType(
-    {"kv": kv.page, "handoff": handoff.page, "events": events.page, "power": power.page}
+    {
+        "kv": kv.page,
+        "timeline": timeline.page,
+        "events": events.page,
+        "handoff": handoff.page,
+        "power": power.page,
+    }
 )
 """Pages made of lines only."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from rich.segment import Segment
+from rich.style import Style
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
@@ -45,13 +46,13 @@ class Toned(Widget):
         if self.screen.has_class("-stale") and not self.has_class("-fresh"):
             style = "tone--stale"
         is_ascii = self.screen.has_class("-ascii")
-        return Strip(
-            [
-                Segment(span.text, self.get_component_rich_style(style or f"tone--{span.tone}"))
-                for span in fit(line, width, is_ascii=is_ascii)
-            ],
-            width,
-        )
+        segments = []
+        for span in fit(line, width, is_ascii=is_ascii):
+            look = self.get_component_rich_style(style or f"tone--{span.tone}")
+            if span.action:
+                look += Style.from_meta({"@click": span.action})
+            segments.append(Segment(span.text, look))
+        return Strip(segments, width)
 
 
 class Panel(Toned):
@@ -154,6 +155,8 @@ def entitle(widget: Widget, title: str) -> None:
 
 _TITLE_EDGES = 4
 """Cells of a box's upper edge beside its title."""
+_DOUBLE = 2
+"""Clicks in a row that open a request."""
 
 
 class RequestTable(ScrollView, Toned, can_focus=True):
@@ -219,13 +222,22 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         """Put the cursor on the first row."""
         self.action_move(-len(self._requests))
 
+    def to_request(self, request_id: str) -> bool:
+        """Put the cursor on a request, if it is listed."""
+        ids = [request.id for request in self._requests]
+        if request_id in ids:
+            self.action_move(ids.index(request_id) - self._cursor)
+        return request_id in ids
+
     def action_page(self, num_pages: int) -> None:
         """Move the cursor by as many rows as are on screen."""
         self.action_move(num_pages * max(1, self.size.height - 1))
 
-    def on_click(self, event: Click) -> None:
-        """Put the cursor on the row."""
+    async def on_click(self, event: Click) -> None:
+        """Put the cursor on the row; a double click shows its request."""
         self.action_move(self.scroll_offset.y + event.y - self._cursor)
+        if event.chain == _DOUBLE:
+            await self.run_action("app.detail")
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
         """Move the cursor down by a row."""
