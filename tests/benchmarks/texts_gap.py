@@ -1,0 +1,113 @@
+"""The gaps of two chats while ten thousand texts become vectors, over those of quiet times.
+
+usage: python -m tests.benchmarks.texts_gap [--texts 10000] [--tokens 64] [--rounds 5]
+       [--senders 2] [--quiet 8] [--model FOLDER] [--embedder FOLDER | --shape --dtype]
+       [-- OPTIONS of penstock serve]
+
+A daemon of its own has static roles, so that the texts are the prefill worker's. Two chats ask one
+question after the other all the while. A round is a quiet time, a share of the texts, and a quiet
+time again; texts are sent by so many processes of `penstock embed`. Printed are the gaps of all
+rounds: the texts' over all quiet ones, and the second quiet times' over the first ones', which is
+what the machine's noise makes. The chats' model is the starter model unless --model names another;
+the embedding model is of random values in the shape of MiniLM or bge-small unless one is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from appliance.client.address import UnixAddress
+from appliance.client.calls import Client
+from tests.benchmarks.elastic_promises import Chats
+from tests.benchmarks.embedder import add_options, embedder, texts
+from tests.daemons import ARMS, Daemon
+
+_BEFORE, _TEXTS, _AFTER = "quiet, before", "texts", "quiet, after"
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that so many are not above."""
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
+
+
+def send(daemon: Daemon, files: list[Path]) -> None:
+    """Have the lines of each file computed by a process of its own; return when all are."""
+    environ = {**daemon.env, "PENSTOCK_HOST": str(daemon.socket)}
+    command = [sys.executable, "-m", "appliance.cli", "embed"]
+    processes = [
+        subprocess.Popen([*command, str(f), "-o", str(f.with_suffix(".npy"))], env=environ)
+        for f in files
+    ]
+    for process in processes:
+        assert process.wait() == 0
+
+
+def run(options: argparse.Namespace, daemon: Daemon, folder: Path) -> dict[str, list[float]]:
+    """Milliseconds of the chats' gaps in each kind of time."""
+    draw, gaps = random.Random(0), {name: [] for name in (_BEFORE, _TEXTS, _AFTER)}
+    share, took_s = options.texts // options.rounds // options.senders, 0.0
+    chats = Chats(Client(UnixAddress(daemon.socket), timeout_s=600))
+    try:
+        time.sleep(2.0)
+        for number in range(options.rounds):
+            files = [folder / f"{number}-{sender}.txt" for sender in range(options.senders)]
+            for file in files:
+                file.write_text("\n".join(texts(share, options.tokens, draw)))
+            for name in gaps:
+                began_s = time.perf_counter()
+                if name == _TEXTS:
+                    send(daemon, files)
+                    took_s += time.perf_counter() - began_s
+                else:
+                    time.sleep(options.quiet)
+                gaps[name] += chats.between(began_s, time.perf_counter())
+    finally:
+        chats.end()
+    count = share * options.senders * options.rounds
+    print(f"{count:,} texts of {options.tokens} tokens in {took_s:.1f} s, "
+          f"{count / took_s:.0f} texts/s with the senders' starts")  # fmt: skip
+    return gaps
+
+
+def main() -> None:
+    """Start the daemon, let it run, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--texts", type=int, default=10_000)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--senders", type=int, default=2)
+    parser.add_argument("--quiet", type=float, default=8.0, help="seconds of a quiet time")
+    parser.add_argument("--model", type=Path)
+    add_options(parser)
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options, serving = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        folder = Path(scratch)
+        model = "--embedding-model", str(embedder(options, folder))
+        daemon = Daemon(folder / "d", *ARMS["alias"], *model, *serving, model=options.model)
+        try:
+            gaps = run(options, daemon.wait_ready(), folder)
+        finally:
+            assert daemon.stop() == 0
+    for name, found in gaps.items():
+        p50, p99 = percentile(found, 0.5), percentile(found, 0.99)
+        print(f"  {name:14}{len(found):7,} gaps, p50 {p50:6.2f} ms, p99 {p99:6.2f} ms, "
+              f"longest {max(found):7.2f} ms")  # fmt: skip
+    quiet = gaps[_BEFORE] + gaps[_AFTER]
+    over = percentile(gaps[_TEXTS], 0.99) / percentile(quiet, 0.99)
+    noise = percentile(gaps[_AFTER], 0.99) / percentile(gaps[_BEFORE], 0.99)
+    print(f"p99 of texts over quiet x{over:.3f}, of quiet over quiet x{noise:.3f}; "
+          f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
