@@ -8,15 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from tests.byte_tokenizer import write_tokenizer
 from tests.daemons import ALONE, Daemon
+from tests.text_checkpoints import add_modules, make_text_checkpoint
 from tests.worlds.hub_server import Hub, Repository, folder_files, serving
 
-NAME = "owner/tiny-llama"
+NAME, VECTORS = "owner/tiny-llama", "owner/tiny-embedding"
+
+
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory) -> Path:
+    folder = make_text_checkpoint(tmp_path_factory.mktemp("it") / "it", "bert", num_hidden_layers=1)
+    add_modules(folder)
+    write_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture
-def hub(tiny_llama: Path):
-    with serving(**{"owner__tiny-llama": Repository(folder_files(tiny_llama))}) as hub:
+def hub(tiny_llama: Path, embedding: Path):
+    of = {"owner__tiny-llama": tiny_llama, "owner__tiny-embedding": embedding}
+    with serving(**{name: Repository(folder_files(folder)) for name, folder in of.items()}) as hub:
         yield hub
 
 
@@ -26,7 +37,8 @@ def environ(hub: Hub, home: Path) -> dict[str, str]:
 
 def test_it_is_downloaded_once_and_everybody_can_see_how_far_it_is(hub, start_daemon, tmp_path):
     hub.chunk_pause = threading.Event()
-    daemon = start_daemon(*ALONE, env=environ(hub, tmp_path))
+    env = environ(hub, tmp_path) | {"PENSTOCK_EMBEDDING_MODEL": VECTORS}
+    daemon = start_daemon(*ALONE, env=env)
     daemon.wait_for(daemon.is_listening)
     assert daemon.get_status("/health") == 200
     daemon.wait_for(lambda: "iB at" in daemon.http.get("/ready").text)
@@ -46,11 +58,13 @@ def test_it_is_downloaded_once_and_everybody_can_see_how_far_it_is(hub, start_da
         hub.chunk_pause.set()
         assert list(lines) is not None  # it ends when the model is there
     daemon.wait_ready()
-    assert daemon.http.get("/v1/models").json()["data"][0]["id"] == NAME
+    assert [one["id"] for one in daemon.http.get("/v1/models").json()["data"]] == [NAME, VECTORS]
     assert daemon.complete("a", max_tokens=2, model=NAME)["model"] == NAME
+    assert daemon.http.post("/v1/embeddings", json={"input": "a"}).json()["model"] == VECTORS
+    assert f"vectors of 64 numbers by {VECTORS} in float32" in daemon.stderr
     assert daemon.stop() == 0
     hub.asked.clear()  # what is in the cache needs no hub
-    second = start_daemon(*ALONE, env=environ(hub, tmp_path) | {"HF_HUB_OFFLINE": "1"}).wait_ready()
+    second = start_daemon(*ALONE, env=env | {"HF_HUB_OFFLINE": "1"}).wait_ready()
     assert second.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
     assert second.stop() == 0
     assert hub.asked == []

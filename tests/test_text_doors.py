@@ -80,7 +80,7 @@ def test_vectors_are_transformers_and_leave_a_row(daemon, folders):
     assert (row["model"], row["http_status"], row["finish_reason"]) == (
         folders[0].name,
         200,
-        "stop",
+        "computed",
     )
     assert row["e2e_ms"] == pytest.approx(row["tokenize_ms"] + row["prefill_ms"], abs=0.01)
 

@@ -67,14 +67,15 @@ def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastReque
     transport = row["transport"] if _is_past(row, "t_attached_us", now_us) else None
     output_tokens = _output_tokens(row, now_us)
     route = row["route"] if phase != "queued" else None
+    has_blocks = phase != "queued" and row["max_tokens"] is not None
     return PastRequest(
         id=row["rid"],
         phase=phase,
         stream=bool(row["stream"]),
         computed_tokens=_computed_tokens(row, now_us, output_tokens),
-        output_tokens=output_tokens,
-        max_tokens=(row["max_tokens"] or 0) * row["num_sequences"],
-        num_blocks=0 if phase == "queued" else _num_blocks(row, output_tokens, frame),
+        output_tokens=None if row["max_tokens"] is None else output_tokens,
+        max_tokens=_max_tokens(row),
+        num_blocks=_num_blocks(row, output_tokens, frame) if has_blocks else 0,
         worker=None if phase == "queued" else _worker(row, phase, frame),
         transport=transport,
         age_ms=age_ms,
@@ -112,7 +113,7 @@ def ended(row: Mapping[str, Any]) -> RequestFrame:
         stream=bool(row["stream"]),
         computed_tokens=computed_at_end(row["prompt_tokens"], num_output),
         output_tokens=num_output,
-        max_tokens=(row["max_tokens"] or 0) * row["num_sequences"],
+        max_tokens=_max_tokens(row),
         num_blocks=0,
         worker=None
         if row["route"] == "move"
@@ -162,6 +163,11 @@ def _with_restore(cut: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]
         cut["restore_ms"] = min(restored_us / 1000, cut["queue_ms"])
         cut["queue_ms"] -= cut["restore_ms"]
     return cut
+
+
+def _max_tokens(row: Mapping[str, Any]) -> int | None:
+    """Count what all sequences may output; None: vectors or scores were asked for."""
+    return None if row["max_tokens"] is None else int(row["max_tokens"]) * int(row["num_sequences"])
 
 
 def _output_tokens(row: Mapping[str, Any], now_us: float) -> int:

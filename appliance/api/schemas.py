@@ -380,7 +380,7 @@ _LOG: Json = {
     "LogRow": shape(
         {"cursor": INTEGER, "id": STRING, "run_id": INTEGER, "stream": BOOLEAN, "user": STRING}
         | dict.fromkeys(("received_at", "endpoint", "model"), STRING)
-        | dict.fromkeys(("prompt_tokens", "completion_tokens", "num_sequences"), COUNT)
+        | dict.fromkeys(("prompt_tokens", "num_sequences"), COUNT)
         | dict.fromkeys(("http_status", "recoveries", "preemptions", "restored_tokens"), COUNT)
         | dict.fromkeys(("client_rid", "peer_user", "key_name", "transport"), _TEXT_OR_NULL)
         | dict.fromkeys(("finish_reason", "error", "cancelled_by"), _TEXT_OR_NULL)
@@ -389,7 +389,7 @@ _LOG: Json = {
         | dict.fromkeys(("client", "waited_for"), _TEXT_OR_NULL)
         | dict.fromkeys(("peer_uid", "peer_gid", "peer_pid", "max_tokens", "seed"), _WHOLE)
         | dict.fromkeys(("handoff_bytes", "handoff_blocks", "cached_tokens"), _WHOLE)
-        | {"output_offset": _WHOLE}
+        | dict.fromkeys(("output_offset", "completion_tokens"), _WHOLE)
         | dict.fromkeys(("temperature", "top_p"), _MS)
         | dict.fromkeys((f"{stage}_ms" for stage in STAGES), _MS)
         | dict.fromkeys(("ttft_ms", "first_itl_ms", "tpot_ms", "e2e_ms"), _MS)

@@ -145,12 +145,15 @@ def _check(settings: config.ServeConfig) -> None:
     from appliance.fleet.boot_check import check_files, check_plan, dram_forecast
     from appliance.fleet.model_files import is_to_be_fetched
     from appliance.fleet.ssd_cache import ssd_forecast
+    from appliance.fleet.text_models import load_texts
 
     for sentence in config.unknown_variables():
         terminal.note(f"penstock: {printable(sentence)}")
     _, placed, others = daemon.check(settings)
     placed = placed or place(settings)  # which says what to pull, where a start pulls it
     sentence, where = check_plan(settings, placed)
+    is_on_gpu = any(worker.gpu is not None for worker in placed.placement.workers)
+    where += [each.about for each in load_texts(placed.text_models, has_gpu=is_on_gpu)]
     for each in (settings, *settings.models.values()):  # a start finds it when the model is loaded
         if not is_to_be_fetched(each.model):
             others += [f"{each.model}: {about}" for about in check_files(each).misfits]

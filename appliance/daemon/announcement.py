@@ -34,6 +34,7 @@ def announcement(
     has_template: bool,
     addresses: Sequence[str],
     is_found: bool,
+    texts: Sequence[str] = (),
     command: str = "penstock",
 ) -> Iterator[str]:
     """Say what a ready daemon serves, where and how, in a few lines; `status` has the details.
@@ -45,6 +46,7 @@ def announcement(
         is_elastic_static: elastic roles act as static ones on this machine.
         addresses: where clients find it.
         is_found: they look at the first of them of themselves.
+        texts: what each model of whole texts beside it makes.
         command: what starts a client in a shell.
     """
     note = f" ({model.note})" if model.note else ""
@@ -58,6 +60,7 @@ def announcement(
     yield f"  {workers}{handoff}"
     for worker in frame.workers:
         yield from (f"    {worker.name}: {line}" for line in abouts.get(worker.name, ()))
+    yield from (f"  {about}" for about in texts)
     if measuring is not None:
         yield f"  {measuring}"
     if is_elastic_static:

@@ -56,7 +56,7 @@ from appliance.daemon.survival.kept_replies import LeftReplies, LeftReply
 from appliance.fleet.boot import BootPlan, PlacedModel, lock_state_dir, make_plan, place
 from appliance.fleet.boot_check import check_others
 from appliance.fleet.core_claims import CoreNote
-from appliance.fleet.model_files import is_to_be_fetched
+from appliance.fleet.model_files import to_be_fetched
 from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.listeners import (
     KEPT,
@@ -67,7 +67,6 @@ from appliance.http.listeners import (
     passed_sockets,
 )
 from appliance.http.server import ApiServer
-from appliance.hub.names import HubName
 from appliance.observe.frame.figures import things
 from appliance.observe.frame.late_frames import SurvivedFrame
 from appliance.observe.frame.protocol import RequestFrame, utc_now
@@ -140,7 +139,7 @@ def check(
         kept_pools: of a dead daemon; None: there was none.
 
     Returns:
-        the access policy; the placed model, None if it has to be downloaded first;
+        the access policy; the placed model, None if it or one beside it has to be downloaded first;
         and a sentence on each of the others that a request may name.
 
     Raises:
@@ -159,7 +158,7 @@ def _look_at_models(
     config: ServeConfig, kept_pools: KeptPools | None
 ) -> tuple[PlacedModel | None, list[str]]:
     others = check_others(config)
-    if is_to_be_fetched(config.model):
+    if to_be_fetched(config):
         return None, others
     return place(config, kept_pools=kept_pools), others
 
@@ -244,9 +243,8 @@ class _Daemon:
             stack.push_async_callback(self._served.close)
             stack.callback(self._left.end)
             stack.callback(asyncio.create_task(self._left.ping()).cancel)
-            fetching = None
-            if self._placed is None and isinstance(self._config.model, HubName):
-                fetching = Fetching(self._config.model, request_log)
+            missing = to_be_fetched(self._config) if self._placed is None else []
+            fetching = Fetching(missing, request_log) if missing else None
             app = build_app(fetching or await self._start_model())
             server = self._server = ApiServer(
                 app, listeners, policy, inherited=self._inherited, is_restart=bool(self._kept)
@@ -583,6 +581,7 @@ class _Daemon:
             has_template=self._service.tokenizer.chat_template is not None,
             addresses=self._addresses,
             is_found=_is_looked_for(self._addresses[0]),
+            texts=[one.about for one in served.plan.texts],
             command=own_command(),
         ):
             log.info("%s", line)

@@ -309,11 +309,11 @@ def _whose(
 def _model(found: config.ServeConfig) -> Finding:
     from appliance.fleet.boot import place  # half of a second
     from appliance.fleet.boot_check import check_plan, dram_forecast
-    from appliance.fleet.model_files import is_to_be_fetched, model_folder
+    from appliance.fleet.model_files import model_folder, to_be_fetched
 
-    if isinstance(found.model, HubName) and is_to_be_fetched(found.model):
+    if missing := to_be_fetched(found):
         hint = "penstock serve or penstock pull downloads it"
-        return Finding("model", "note", in_a_sentence(found.model), hint)
+        return Finding("model", "note", "; ".join(map(in_a_sentence, missing)), hint)
     placed, folder = place(found), model_folder(found.model)
     about, dram = check_plan(found, placed)[0], dram_forecast(found, placed)
     about = f"the configuration is good; {about}{'' if dram is None else f'; {dram.text}'}"

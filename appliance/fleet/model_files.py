@@ -44,6 +44,13 @@ def model_folder(model: Path | HubName | None) -> Path:
     return folder if model.file is None else cache.gguf_file(folder, model.file)
 
 
+def to_be_fetched(config: ServeConfig) -> list[HubName]:
+    """List the hub names that a start needs and whose files are not all on this machine."""
+    wanted = (config.model, config.embedding_model, config.rerank_model)
+    missing = (each for each in wanted if isinstance(each, HubName) and is_to_be_fetched(each))
+    return list(dict.fromkeys(missing))
+
+
 def is_to_be_fetched(model: Path | HubName | None) -> bool:
     """Say whether the model is a hub name whose files are not all on this machine."""
     if not isinstance(model, HubName):

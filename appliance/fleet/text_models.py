@@ -51,6 +51,14 @@ class LoadedTexts:
     tokenizer: Tokenizer
     spec: TextModelSpec
 
+    @property
+    def about(self) -> str:
+        """Say what it makes, of how long texts."""
+        config, is_score = self.model.config, self.model.config.kind == "rerank"
+        what = "scores" if is_score else f"vectors of {config.num_dimensions:,} numbers"
+        of = f"in {self.spec.dtype}, up to {config.max_tokens:,} tokens per text"
+        return f"{what} by {self.model.name} {of}"
+
 
 class TextWorkers:
     """The workers that hold models of texts.

@@ -90,6 +90,15 @@ def test_blocks_are_those_of_its_tokens_at_that_moment() -> None:
     assert request_at(row(), 5_000, frames.loading()).num_blocks == 0
 
 
+def test_a_request_for_vectors_has_neither_output_nor_blocks() -> None:
+    columns = {"max_tokens": None, "completion_tokens": None, **dict.fromkeys(STAMPS[2:])}
+    past = request_at(row(**columns), 2_000, frames.busy())
+    assert (past.phase, past.output_tokens, past.max_tokens) == ("prefilling", None, None)
+    assert past.num_blocks == 0
+    over = ended(row(**columns))
+    assert (over.output_tokens, over.max_tokens) == (None, None)
+
+
 OFFSETS_US = st.none() | st.integers(0, 5_000_000)
 
 

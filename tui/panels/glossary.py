@@ -94,11 +94,14 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry(
                 "PHASE",
                 "queued, waiting, prefilling, handing off, decoding, paused; then how it ended:"
-                " done (stop), done (length: max_tokens reached), done (tools), cancelled, failed."
+                " done (stop), done (length: max_tokens reached), done (tools), done, cancelled, failed."
                 " A waiting request has its KV blocks, and its worker computes other prompts first",
             ),
             Entry("CLIENT", "program and process id on the Unix socket, else the address"),
-            Entry("IN, OUT, MAX", "prompt tokens; output tokens so far; max_tokens"),
+            Entry(
+                "IN, OUT, MAX",
+                "prompt tokens; output tokens so far, none of vectors and scores; max_tokens",
+            ),
             Entry("TIME", "time since its arrival; of a finished request, its whole time"),
             _TTFT,
             Entry("TPOT", "mean time per output token (TPOT) after the first"),

@@ -14,7 +14,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -54,28 +53,38 @@ EXTEND_US = 60_000_000
 
 
 class Fetching:
-    """One download, and what clients see of it."""
+    """Downloads that follow each other, and what clients see of them.
 
-    def __init__(self, name: HubName, request_log: RequestLog) -> None:
-        self._name = name
+    Args:
+        names: at least one.
+    """
+
+    def __init__(self, names: list[HubName], request_log: RequestLog) -> None:
+        self._names, self._name = names, names[0]
         self._log = request_log
         self.event = request_log.event
         self.log_rows, self.log_events = request_log.rows, request_log.events
         self.log_usage, self.log_recording = request_log.usage, request_log.recording
-        self._about = f"looking for {name} on the hub"
+        self._about = f"looking for {self._name} on the hub"
         self._total_bytes: int | None = None
         self._started_s = self._logged_s = time.monotonic()
         self._events = [EventFrame(utc_now(), "info", "model.fetching", self._about)]
 
-    async def run(self) -> Path:
-        """Download it; returns its folder. Cancelled, it ends the process.
+    async def run(self) -> None:
+        """Download all. Cancelled, it ends the process.
 
         Raises:
-            PenstockError: it cannot be had, as models.pull says.
+            PenstockError: one cannot be had, as models.pull says.
         """
+        for name in self._names:
+            await self._fetch(name)
+
+    async def _fetch(self, name: HubName) -> None:
+        self._name, self._total_bytes = name, None
+        self._about, started_s = f"looking for {name} on the hub", time.monotonic()
         log.info("%s", self._about)
         process = await asyncio.create_subprocess_exec(
-            *PROGRAM, str(self._name), stdin=asyncio.subprocess.DEVNULL,
+            *PROGRAM, str(name), stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, start_new_session=True,  # Ctrl-C is the daemon's
         )  # fmt: skip
         said: dict[str, Any] = {}
@@ -92,11 +101,10 @@ class Fetching:
                 await process.wait()
         if "folder" not in said:
             raise _error(said, process.returncode)
-        log.info("downloaded %s in %.1f s", self._name, time.monotonic() - self._started_s)
-        return Path(said["folder"])
+        log.info("downloaded %s in %.1f s", name, time.monotonic() - started_s)
 
     async def has_fetched(self, *, unless: asyncio.Event) -> bool:
-        """Download it; False if something else came first.
+        """Download all; False if something else came first.
 
         Raises:
             PenstockError: as run().

@@ -106,7 +106,7 @@ class Swapping:
             return partial(self._swap, name, parked[name].tokenizer)
         try:
             if isinstance(config.model, HubName) and is_to_be_fetched(config.model):
-                await Fetching(config.model, self._request_log).run()
+                await Fetching([config.model], self._request_log).run()
             if name in self._being_read:
                 raise PenstockError("its folder does not answer; an earlier reader still hangs")
             tokenizer, misfits = await self._read(name, partial(check_files, config))

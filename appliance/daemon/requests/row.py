@@ -44,8 +44,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None
     restored_tokens: int
     completion_tokens: int | None
-    """Output tokens; None: unknown after a crash of the daemon."""
-    max_tokens: int
+    """Output tokens; None: vectors or scores were asked for, or unknown after a crash."""
+    max_tokens: int | None
     temperature: float | None
     top_p: float | None
     seed: int | None
@@ -195,7 +195,12 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
         frame, client_rid = request.frame(now_ns), request.client_request_id
         row = cls.of_waiting(frame, request.peer, client_rid, http_status)
         ended_us = None if request.finished_ns is None else row.t_finished_us
-        return msgspec.structs.replace(row, t_started_us=row.t_tokenized_us, t_finished_us=ended_us)
+        return msgspec.structs.replace(
+            row,
+            completion_tokens=None,
+            t_started_us=row.t_tokenized_us,
+            t_finished_us=ended_us,
+        )
 
 
 def kept_frame(row: LogRow, num_tokens: int | None, now: float) -> RequestFrame:

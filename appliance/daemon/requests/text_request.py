@@ -13,6 +13,9 @@ from appliance.observe.frame.protocol import RequestFrame
 from engine.scheduler.sequences.sequence import Sequence
 from engine.wire.finish_reason import FinishReason
 
+COMPUTED = "computed"
+"""How one ends that has had its vectors or scores."""
+
 
 @dataclass(slots=True, eq=False)
 class TextRequest:
@@ -45,12 +48,12 @@ class TextRequest:
     """None: texts are computed whole."""
 
     @property
-    def finish_reason(self) -> FinishReason | None:
+    def finish_reason(self) -> str | None:
         if self.finished_ns is None:
             return None
         if self.error is not None:
             return FinishReason.ERROR
-        return FinishReason.STOP if self.cancelled_by is None else FinishReason.ABORT
+        return COMPUTED if self.cancelled_by is None else FinishReason.ABORT
 
     def frame(self, now_ns: int) -> RequestFrame:
         """Show it in a list; its time in the queue of texts counts as prefill."""
@@ -66,9 +69,9 @@ class TextRequest:
             stream=False,
             num_sequences=self.num_texts,
             prompt_tokens=self.prompt_tokens,
-            computed_tokens=self.prompt_tokens if reason is FinishReason.STOP else None,
-            output_tokens=0,
-            max_tokens=0,
+            computed_tokens=self.prompt_tokens if reason == COMPUTED else None,
+            output_tokens=None,
+            max_tokens=None,
             num_blocks=0,
             worker=None,
             transport=None,

@@ -124,8 +124,9 @@ class RequestFrame(msgspec.Struct):
     prompt_tokens: int
     computed_tokens: int | None
     output_tokens: int | None
-    """Output tokens so far; None: unknown after a crash of the daemon."""
-    max_tokens: int
+    """Output tokens so far; None: it makes vectors or scores, or unknown after a crash."""
+    max_tokens: int | None
+    """The most output tokens; None: it makes vectors or scores."""
     num_blocks: int
     worker: str | None
     transport: str | None

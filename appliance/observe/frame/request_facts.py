@@ -26,7 +26,12 @@ from appliance.observe.frame.figures import (
 TTFT_STAGES = ("tokenize", "queue", "restore", "prefill")
 STAGES = (*TTFT_STAGES, "handoff", "decode_wait", "decode", "paused")
 """Stages in the order in which they happen; the first four add up to ttft, all to e2e."""
-_ENDS = {"abort": "cancelled", "error": "failed", "tool_calls": "done (tools)"}
+_ENDS = {
+    "abort": "cancelled",
+    "computed": "done",
+    "error": "failed",
+    "tool_calls": "done (tools)",
+}
 """How requests end, besides `stop` and `length`."""
 _LOADED = re.compile(r"\b[1-9]\d* of \d+ blocks from (?:the )?(\w+)")
 
@@ -136,8 +141,8 @@ def _found(request: Mapping[str, Any]) -> str:
 
 def _output(request: Mapping[str, Any]) -> str:
     number = request.get("num_sequences") or 1
-    if request.get("max_tokens") == 0:  # vectors, or scores
-        return f"of {things(number, 'text')}"
+    if request.get("max_tokens", 0) is None:
+        return f"results for {things(number, 'text')}"
     text = f"{count(request.get('output_tokens'))} of {count(request.get('max_tokens'))} tok"
     return text if number == 1 else f"{text}, {things(number, 'sequence')}"
 

@@ -21,7 +21,7 @@ from tests.appliance.model_folder import make_model
 
 def test_while_a_model_downloads_there_is_an_answer_to_all_that_the_api_asks():
     log = SimpleNamespace(event=None, rows=None, events=None, usage=None, recording=None)
-    fetching = Fetching(HubName("a/b"), log)
+    fetching = Fetching([HubName("a/b")], log)
     asked = {name for name in vars(Appliance) if not name.startswith("_")}
     for name in asked - {"model", "tokenizer"}:
         assert hasattr(fetching, name), name

@@ -37,7 +37,7 @@ def test_its_row_is_read_again_after_a_crash_while_it_is_open_and_afterwards():
     row = LogRow.from_texts(request, 7_000_000, http_status=200)
     assert read_again(row) == row
     assert (row.t_tokenized_us, row.t_started_us, row.t_finished_us) == (2000, 2000, 6000)
-    assert (row.prompt_tokens, row.completion_tokens, row.num_sequences) == (9, 0, 2)
+    assert (row.prompt_tokens, row.completion_tokens, row.num_sequences) == (9, None, 2)
 
 
 def test_the_row_of_a_request_that_waited_for_its_model_is_read_again():
@@ -47,7 +47,7 @@ def test_the_row_of_a_request_that_waited_for_its_model_is_read_again():
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({}, "stop"), ({"cancelled_by": "client"}, "abort"), ({"error": "no"}, "error")],
+    [({}, "computed"), ({"cancelled_by": "client"}, "abort"), ({"error": "no"}, "error")],
 )
 def test_its_end_has_a_reason(changes, reason):
     assert make(finished_ns=9, **changes).finish_reason == reason

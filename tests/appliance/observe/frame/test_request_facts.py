@@ -52,6 +52,12 @@ def test_facts_of_a_request_in_words():
     assert "error" not in facts
 
 
+def test_a_request_for_vectors_has_no_output_tokens():
+    asked = {"max_tokens": None, "output_tokens": None, "num_sequences": 3}
+    facts = request_facts({**REQUEST, **asked, "finish_reason": "computed"})
+    assert (facts["state"], facts["out"]) == ("done", "results for 3 texts")
+
+
 def test_facts_of_a_request_that_a_daemon_tells_little_of():
     told = request_facts({})
     assert set(told.values()) >= {"-"}
