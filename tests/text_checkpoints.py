@@ -19,10 +19,21 @@ EMBEDDING_FAMILIES = (
     "xlm-roberta",
     "modernbert",
     "nomic_bert",
+    "camembert",
+    "gte",
     "qwen3",
     "gemma3_text",
 )
-RERANK_FAMILIES = ("bert", "roberta", "xlm-roberta", "modernbert", "qwen3", "qwen3_classifier")
+RERANK_FAMILIES = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "modernbert",
+    "camembert",
+    "gte",
+    "qwen3",
+    "qwen3_classifier",
+)
 _TINY = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -157,6 +168,16 @@ def hidden_states(oracle: Any, ids: list[int]) -> Any:
 
     with torch.no_grad():
         return oracle(torch.tensor([ids])).last_hidden_state[0]
+
+
+def pooled(family: str, states: Any) -> Any:
+    """What a family makes of the states of a text, where no file says how."""
+    match family:
+        case "qwen3":
+            return states[-1]
+        case "gte":
+            return states[0]
+    return states.mean(0)
 
 
 def score(oracle: Any, ids: list[int], *, compared: tuple[int, int] | None = None) -> float:

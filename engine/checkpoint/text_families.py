@@ -55,6 +55,8 @@ class TextFamily:
     has_bias: bool = False
     """Whether every product and norm has a bias; False: only where a bias is stored."""
     is_gated: bool = False
+    has_gate_last: bool = False
+    """Whether the second half of the products before the activation is the gate."""
     is_causal: bool = False
     embedding_norm: str | None = None
     final_norm: str | None = None
@@ -71,6 +73,8 @@ class TextFamily:
     """The key of the rotation's base, and its default."""
     local_theta: tuple[str, float] | None = None
     """The same for layers with windows."""
+    has_ntk: bool = False
+    """Whether a rotation may be stretched by a factor, of the kind `ntk`."""
     window: str | None = None
     """The key of the size of windows, of which half lies on each side."""
     every: tuple[str, int, int] | None = None
@@ -89,6 +93,8 @@ class TextFamily:
     must_be_on: tuple[str, ...] = ()
     must_be_off: tuple[str, ...] = ()
     """Keys that are served with one value only; absent is off."""
+    must_be: tuple[tuple[str, str], ...] = ()
+    """Keys with the text that is served; absent is that."""
     must_be_1: tuple[str, ...] = ()
     """Keys of shares; absent is 1."""
     aliases: tuple[tuple[str, str], ...] = ()
@@ -112,6 +118,7 @@ _BERT_LAYER = {
     "activation": ("hidden_act", "gelu"),
     "has_bias": True,
     "must_be_off": ("is_decoder",),
+    "must_be": (("position_embedding_type", "absolute"),),
 }
 _DECODER_LAYER = {
     "prefixes": ("model.",),
@@ -143,6 +150,7 @@ TEXT_FAMILIES = (
             "XLMRobertaModel",
             "XLMRobertaForMaskedLM",
             "CamembertModel",
+            "CamembertForMaskedLM",
         ),
         classifiers=(
             "RobertaForSequenceClassification",
@@ -210,6 +218,32 @@ TEXT_FAMILIES = (
             ("hidden_act", "activation_function"),
             ("rope_theta", "rotary_emb_base"),
         ),
+    ),
+    TextFamily(
+        architectures=("GteModel", "NewModel", "NewForMaskedLM", "NewForTokenClassification"),
+        classifiers=("GteForSequenceClassification", "NewForSequenceClassification"),
+        prefixes=("new.", "gte."),
+        words="embeddings.word_embeddings",
+        token_types="embeddings.token_type_embeddings",
+        embedding_norm="embeddings.LayerNorm",
+        layer="encoder.layer.",
+        qkv=("attention.qkv_proj",),
+        output="attention.o_proj",
+        gate_up=("mlp.up_gate_proj",),
+        down="mlp.down_proj",
+        attention_norms=HalfNorms(joined="attn_ln"),
+        mlp_norms=HalfNorms(joined="mlp_ln"),
+        norm="layer",
+        eps=("layer_norm_eps", 1e-12),
+        activation=("hidden_act", "gelu"),
+        is_gated=True,
+        has_gate_last=True,
+        theta=("rope_theta", 160_000.0),
+        has_ntk=True,
+        pooling="cls",
+        head=(HeadStep("pooler.dense", "tanh"), HeadStep("classifier")),
+        must_be_off=("logn_attention_scale",),
+        must_be=(("layer_norm_type", "layer_norm"), ("position_embedding_type", "rope")),
     ),
     TextFamily(
         architectures=("Qwen3ForCausalLM", "Qwen3Model"),

@@ -59,6 +59,8 @@ class TextLayer:
     """The base of the rotation; None: positions are learned."""
     window: int | None
     """Tokens that it reads on each side; None: all."""
+    stretch: float = 1.0
+    """What positions are divided by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +185,9 @@ def _check_switches(keys: JsonKeys, family: TextFamily) -> None:
     for key in family.must_be_1:
         if keys.get(key, 1) != 1:
             raise keys.bad(key, "1")
-    kind = keys.get("position_embedding_type", "absolute")
-    if kind != "absolute":
-        raise keys.bad("position_embedding_type", "absolute")
+    for key, text in family.must_be:
+        if keys.get(key, text) != text:
+            raise keys.bad(key, text)
 
 
 def _shape(keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules) -> TextModelConfig:
@@ -223,8 +225,8 @@ def _shape(keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules) ->
         scale=scale_of**-0.5,
         max_tokens=min(longest, modules.max_tokens or longest),
         first_position=first,
-        num_token_types=keys.integer("type_vocab_size", 2) if family.token_types else 0,
-        layers=_layers(keys, family),
+        num_token_types=_num_token_types(keys, family),
+        layers=_layers(keys, family, head_dim),
         pooling=modules.pooling or (family.pooling,),
         head=modules.head,
         is_normalized=modules.is_normalized,
@@ -235,21 +237,26 @@ def _shape(keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules) ->
     )
 
 
-def _layers(keys: JsonKeys, family: TextFamily) -> tuple[TextLayer, ...]:
+def _num_token_types(keys: JsonKeys, family: TextFamily) -> int:
+    """Read how many types of tokens have vectors of their own."""
+    has_none = family.token_types is None or keys.get("type_vocab_size", None) == 0
+    return 0 if has_none else keys.integer("type_vocab_size", 2)
+
+
+def _layers(keys: JsonKeys, family: TextFamily, head_dim: int) -> tuple[TextLayer, ...]:
     numbers = range(keys.integer("num_hidden_layers", maximum=MAX_LAYERS))
     if family.theta is None:
         return tuple(TextLayer(None, None) for _ in numbers)
-    theta = _theta(keys, "full_attention", *family.theta)
+    theta, stretch = _rotation(keys, family, head_dim, "full_attention", *family.theta)
     if family.every is None or family.local_theta is None or family.window is None:
-        return tuple(TextLayer(theta, None) for _ in numbers)
-    local = TextLayer(
-        _theta(keys, "sliding_attention", *family.local_theta), keys.integer(family.window) // 2
-    )
+        return tuple(TextLayer(theta, None, stretch) for _ in numbers)
+    own, _ = _rotation(keys, family, head_dim, "sliding_attention", *family.local_theta)
+    local = TextLayer(own, keys.integer(family.window) // 2)
     kinds = keys.get("layer_types", None)
     if kinds is None:
         key, default, first = family.every
-        own = key if key in keys.values else key.removeprefix("_")
-        every = keys.integer(own, default)
+        named = key if key in keys.values else key.removeprefix("_")
+        every = keys.integer(named, default)
         full = {number for number in numbers if number % every == first % every}
     elif isinstance(kinds, list) and len(kinds) == len(numbers):
         full = {number for number in numbers if kinds[number] == "full_attention"}
@@ -258,16 +265,24 @@ def _layers(keys: JsonKeys, family: TextFamily) -> tuple[TextLayer, ...]:
     return tuple(TextLayer(theta, None) if number in full else local for number in numbers)
 
 
-def _theta(keys: JsonKeys, layer_kind: str, key: str, default: float) -> float:
-    """Read the base of a rotation, which must be of the plain kind."""
+def _rotation(
+    keys: JsonKeys, family: TextFamily, head_dim: int, layer_kind: str, key: str, default: float
+) -> tuple[float, float]:
+    """Read the base of a rotation, and what it divides positions by."""
     rope = keys.section("rope_parameters")
     nested = rope.section(layer_kind) if layer_kind in rope.values else rope
+    is_nested = "rope_theta" in nested.values
+    theta = nested.number("rope_theta") if is_nested else keys.number(key, default)
     for section in (nested, keys.section("rope_scaling")):
-        if section.get("rope_type", section.get("type", "default")) != "default":
-            raise section.bad("rope_type", "default")
-    return (
-        nested.number("rope_theta") if "rope_theta" in nested.values else keys.number(key, default)
-    )
+        kind = section.get("rope_type", section.get("type", "default"))
+        if kind == "ntk" and family.has_ntk:
+            if section.get("mixed_b", None) is not None:
+                raise section.bad("mixed_b", "absent")
+            factor = section.number("factor")
+            return theta * factor, factor ** (2 / head_dim)
+        if kind != "default":
+            raise section.bad("rope_type", "default or ntk" if family.has_ntk else "default")
+    return theta, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,7 +466,7 @@ def _expected(config: TextModelConfig) -> Iterator[_Expected]:
     yield f"{family.words}.weight", (config.vocab_size, hidden), True
     if family.positions is not None:
         yield f"{family.positions}.weight", (-1, hidden), True
-    if family.token_types is not None:
+    if config.num_token_types:
         yield f"{family.token_types}.weight", (config.num_token_types, hidden), True
     yield from _norm(config, family.embedding_norm)
     for number in range(len(config.layers)):

@@ -25,6 +25,8 @@ PART_ROWS = 512
 
 Weights = dict[str, Weight]
 Norm = Callable[[torch.Tensor], torch.Tensor]
+Rotation = tuple[float | None, float]
+"""The base, and what positions are divided by."""
 Turns = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, each [num_rows, 1, head_dim]."""
 
@@ -63,9 +65,10 @@ class TextTransformer:
         self.config, self.dtype, self.device = config, dtype, device
         family = config.family
         self._words = weights[f"{family.words}.weight"]
+        types = family.token_types if config.num_token_types else None
         self._tables = [
             None if name is None else weights[f"{name}.weight"].values.to(dtype)
-            for name in (family.positions, family.token_types)
+            for name in (family.positions, types)
         ]
         make = _Makes(config, weights, linears, dtype)
         self._embedding_norm = make.norm(family.embedding_norm)
@@ -89,8 +92,12 @@ class TextTransformer:
         places = torch.cat([torch.arange(length, device=self.device) for length in lengths])
         x = self._embedded(texts, places)
         yield None
-        thetas = {layer.theta for layer in self.config.layers}
-        turns = {theta: self._turns(theta, places) for theta in thetas if theta is not None}
+        rotations = {(layer.theta, layer.stretch) for layer in self.config.layers}
+        turns = {
+            (theta, stretch): self._turns(theta, places / stretch)
+            for theta, stretch in rotations
+            if theta is not None
+        }
         for layer in self._layers:
             for part in layer.compute(x, runs, turns):
                 x = x if part is None else part
@@ -190,7 +197,7 @@ class _Layer:
     def __init__(self, make: _Makes, number: int, layer: TextLayer) -> None:
         config, family = make.config, make.config.family
         before = f"{family.layer}{number}."
-        self.theta, self._config = layer.theta, config
+        self._rotation, self._config = (layer.theta, layer.stretch), config
         self._reach = Reach(family.is_causal, layer.window)
         self._qkv = make.linear([f"{before}{name}" for name in family.qkv])
         self._qk_norms = [make.norm(f"{before}{name}") for name in family.qk_norms or ()]
@@ -202,11 +209,11 @@ class _Layer:
         self._mlp_norms = _norms(make, family.mlp_norms, before)
 
     def compute(
-        self, x: torch.Tensor, runs: list[Run], turns_by_theta: dict[float, Turns]
+        self, x: torch.Tensor, runs: list[Run], turns_of: dict[Rotation, Turns]
     ) -> Iterator[torch.Tensor | None]:
         """Yield None after each part, at last the layer's result [num_rows, hidden_size]."""
         config, num_rows = self._config, len(x)
-        turns = None if self.theta is None else turns_by_theta[self.theta]
+        turns = turns_of.get(self._rotation)
         counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         q, k, v = (x.new_empty(num_rows, count, config.head_dim) for count in counts)
         for rows in _parts(num_rows):
@@ -245,6 +252,8 @@ class _Layer:
         inner = self._gate_up(before(x), 0)
         if self._config.family.is_gated:
             gate, up = inner.chunk(2, -1)
+            if self._config.family.has_gate_last:
+                gate, up = up, gate
             inner = self._activation(gate) * up
         else:
             inner = self._activation(inner)

@@ -24,6 +24,7 @@ from tests.text_checkpoints import (
     hidden_states,
     load_text_oracle,
     make_text_checkpoint,
+    pooled,
     score,
 )
 
@@ -85,9 +86,7 @@ def test_vectors_equal_transformers_alone_and_in_batches(
     folder, oracle = checkpoint(family)
     model = load(folder)
     texts = [a_text(length, seed) for seed, length in enumerate(LENGTHS)]
-    states = [hidden_states(oracle, text) for text in texts]
-    is_last = family == "qwen3"
-    wanted = [each[-1] if is_last else each.mean(0) for each in states]
+    wanted = [pooled(family, hidden_states(oracle, text)) for text in texts]
     together = computed(model, texts)
     for text, alone, own in zip(texts, wanted, together, strict=True):
         assert error(own, alone) < 1e-5
@@ -101,8 +100,7 @@ def test_vectors_in_bfloat16_point_where_transformers_do(family, checkpoint, tmp
     model = load(folder, dtype="bfloat16")
     texts = [a_text(length) for length in LENGTHS]
     for text, own in zip(texts, computed(model, texts), strict=True):
-        state = hidden_states(oracle, text)
-        wanted = state[-1] if family == "qwen3" else state.mean(0)
+        wanted = pooled(family, hidden_states(oracle, text))
         assert torch.cosine_similarity(own, wanted, dim=0) > 0.99
 
 
@@ -118,6 +116,35 @@ def test_scores_equal_transformers_after_the_sigmoid(family, checkpoint, product
         wanted = torch.tensor(score(oracle, pair, compared=compared))
         assert torch.sigmoid(own) == pytest.approx(float(torch.sigmoid(wanted)), rel=1e-5)
         assert float(own) == pytest.approx(float(wanted), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", RERANK_FAMILIES)
+def test_scores_in_bfloat16_are_near_transformers_after_the_sigmoid(family, tmp_path, products):
+    folder = make_text_checkpoint(tmp_path / family, family, "rerank", dtype="bfloat16")
+    oracle = load_text_oracle(folder, family, "rerank")
+    compared = (YES, NO) if family == "qwen3" else None
+    spec = {"compared": list(compared) if compared else None}
+    model = load(folder, "rerank", dtype="bfloat16", **spec)
+    pairs = [a_pair(length, seed) for seed, length in enumerate(LENGTHS)]
+    for pair, own in zip(pairs, computed(model, pairs)[:, 0], strict=True):
+        wanted = torch.tensor(score(oracle, pair, compared=compared))
+        assert torch.sigmoid(own) == pytest.approx(float(torch.sigmoid(wanted)), abs=0.02)
+
+
+def test_a_stretched_rotation_is_its_makers_and_token_types_may_be_absent(tmp_path):
+    base, factor, dim = 20_000.0, 8.0, 16
+    folder = make_text_checkpoint(tmp_path / "it", "gte", type_vocab_size=0)
+    oracle = load_text_oracle(folder, "gte")
+    pace = 1 / (base * factor) ** (torch.arange(0, dim, 2) / dim) / factor ** (2 / dim)
+    oracle.rotary_emb.inv_freq.copy_(pace)
+    where = folder / "config.json"
+    keys = json.loads(where.read_text())
+    del keys["rope_parameters"]
+    keys |= {"architectures": ["NewModel"], "model_type": "new", "position_embedding_type": "rope"}
+    keys |= {"rope_theta": base, "rope_scaling": {"type": "ntk", "factor": factor}}
+    where.write_text(json.dumps(keys))
+    found = computed(load(folder), [a_text(200)])[0]
+    assert error(found, hidden_states(oracle, a_text(200))[0]) < 1e-5
 
 
 def test_nomics_own_names_of_settings_mean_the_same(checkpoint, tmp_path):
