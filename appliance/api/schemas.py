@@ -400,7 +400,8 @@ _LOG: Json = {
         | dict.fromkeys(("at", "severity", "code", "message"), STRING)
     ),
     "Usage": shape(
-        dict.fromkeys(("requests", "errors", "prompt_tokens", "completion_tokens"), COUNT)
+        dict.fromkeys(("requests", "errors", "prompt_tokens"), COUNT)
+        | {"completion_tokens": _WHOLE}
         | dict.fromkeys(("prefill_ms", "decode_ms"), _MS)
         | dict.fromkeys(("prefill_j", "decode_j", "energy_j", "j_per_token"), _JOULES),
         dict.fromkeys(("user", "model", "day"), STRING)

@@ -110,8 +110,7 @@ def read_usage(path: Path, query: UsageQuery) -> list[_Json]:
     sql = (
         f"SELECT {group} AS {query.by}, count(*) AS requests,"
         f" count(*) FILTER (WHERE {_FAILED}) AS errors,"
-        " sum(prompt_tokens) AS prompt_tokens,"
-        " coalesce(sum(completion_tokens), 0) AS completion_tokens,"
+        " sum(prompt_tokens) AS prompt_tokens, sum(completion_tokens) AS completion_tokens,"
         " round(sum(prefill_ms), 3) AS prefill_ms, round(sum(decode_ms), 3) AS decode_ms,"
         " round(sum(prefill_j), 3) AS prefill_j, round(sum(decode_j), 3) AS decode_j,"
         " round(sum(prefill_j + decode_j), 3) AS energy_j,"

@@ -127,12 +127,6 @@ def test_events_are_narrowed_by_severity_and_time_and_followed_by_cursor(path: P
     assert read_events(path, EventQuery(limit=1)) == every[:1]
 
 
-def test_a_user_of_vectors_alone_has_used_no_output_tokens(tmp_path: Path) -> None:
-    write(tmp_path / "requests.db", row("a", completion_tokens=None, max_tokens=None))
-    (usage,) = read_usage(tmp_path / "requests.db", UsageQuery(by="user"))
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 0)
-
-
 def test_usage_is_summed_by_user_with_the_most_tokens_first(path: Path) -> None:
     usage = read_usage(path, UsageQuery(by="user"))
     assert usage == [
