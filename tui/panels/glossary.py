@@ -94,8 +94,9 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry(
                 "PHASE",
                 "queued, waiting, prefilling, handing off, decoding, paused; then how it ended:"
-                " done (stop), done (length: max_tokens reached), done (tools), done, cancelled, failed."
-                " A waiting request has its KV blocks, and its worker computes other prompts first",
+                " done (stop), done (length: max_tokens reached), done (tools), done, cancelled,"
+                " failed. A waiting request has its KV blocks, and its worker computes other"
+                " prompts first",
             ),
             Entry("CLIENT", "program and process id on the Unix socket, else the address"),
             Entry(
