@@ -93,7 +93,7 @@ class TextTransformer:
         x = self._embedded(texts, places)
         yield None
         rotations = {(layer.theta, layer.stretch) for layer in self.config.layers}
-        turns = {
+        turns: dict[Rotation, Turns] = {
             (theta, stretch): self._turns(theta, places / stretch)
             for theta, stretch in rotations
             if theta is not None
