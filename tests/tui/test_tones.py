@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.tui import frames
 from tui.lines import Tone, text_of
-from tui.panels import gauges, kv, lanes, latencies, requests
+from tui.panels import gauges, header, kv, lanes, latencies, requests
 from tui.view import View
 
 
@@ -73,3 +73,20 @@ def test_occupancy_is_drawn_from_nothing_to_all_blocks():
     assert "100% " in graph[0]
     assert "█" not in "".join(graph)
     assert "MAP" not in "".join(shown), "a map of free blocks tells nothing"
+
+
+def test_a_short_line_cuts_the_worst_alert_and_keeps_its_key_and_the_number_of_others():
+    listed = frames.request(7)
+    late = frames.alert("queue.wait", message="waiting 25.0s: " + "x" * 90, request_id=listed.id)
+    frame = frames.busy(alerts=[late, frames.alert(), frames.alert()], requests=[listed])
+    line = text_of(header.alert_line(View().after(frame), 80))
+    assert (len(line), line.endswith("…; a shows it  (+2 more)")) == (80, True)
+
+
+def test_a_full_queue_is_never_cut_inside_a_number():
+    frame = frames.busy()
+    frame.queue.queued, frame.queue.max_queued = 157, 512
+    for width, shown in ((25, "157"), (36, "157/512")):
+        first = text_of(lanes.prefill(View().after(frame), width, 3)[0])
+        assert first.split()[-1] == shown
+        assert len(first) <= width

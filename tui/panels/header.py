@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rich.cells import cell_len
+
 from appliance.observe.frame import figures as fig
 from appliance.observe.frame.protocol import FRAME_VERSION, AlertFrame, Frame
 from appliance.observe.frame.tier_frames import fields
@@ -206,22 +208,34 @@ def alert_line(view: View, width: int) -> Line:
         return [*state, calm, *told]
     line: Line = []
     for index, alert in enumerate(found):
-        mark, tone = SEVERITIES.get(alert.severity, SEVERITIES["info"])
-        click = f"app.alert({index})"
-        item = [Run("   " if line else " "), Run(mark, tone, click)]
-        item.append(Run(f" {alert.text}", action=click))
         num_left = len(found) - index
-        room = width - (0 if num_left == 1 else len(f"  (+{num_left - 1} more)"))
-        action = Run(f"; {alert.action}", Tone.MUTED)
-        if alert.action and width_of(line) + width_of([*item, action]) <= room:
-            item.append(action)
-        if line and width_of(line) + width_of(item) > room:
+        more = f"  (+{num_left - 1} more)" if num_left > 1 else ""
+        item = _alert_item(alert, index, width - width_of(line) - len(more))
+        if not item:
             line.append(Run(f"  (+{num_left} more)", Tone.MUTED))
             break
         line += item
     if limit and width_of(line) + len(limit) + 4 <= width:
         line += [Run(" │ ", Tone.MUTED), Run(limit)]
     return line
+
+
+def _alert_item(alert: Alert, index: int, room: int) -> Line:
+    """Draw an alert and what to press or type; empty: it does not fit.
+
+    The first one always fits: its command is left out, its text is cut, and its key stays.
+    """
+    mark, tone = SEVERITIES.get(alert.severity, SEVERITIES["info"])
+    click = f"app.alert({index})"
+    head = [Run("   " if index else " "), Run(mark, tone, click)]
+    action = f"; {alert.action}" if alert.action else ""
+    room -= width_of(head) + 1
+    if cell_len(alert.text) + len(action) > room and (index or not alert.request_id):
+        action = ""
+    if index and cell_len(alert.text) > room:
+        return []
+    text = clip(alert.text, room - len(action))
+    return [*head, Run(f" {text}", action=click), Run(action, Tone.MUTED, click)]
 
 
 class Hint(NamedTuple):

@@ -90,7 +90,9 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
         return []
     workers = workers_for(frame, "prefill")
     queue = frame.queue
-    waiting = f"{queue.queued}/{queue.max_queued}" if queue.max_queued else str(queue.queued)
+    waiting = str(queue.queued)
+    if queue.max_queued and len(f"queued {waiting}/{queue.max_queued}") <= (width + 1) // 2:
+        waiting += f"/{queue.max_queued}"
     oldest_ms = queue.oldest_queued_ms if queue.first_token is None else queue.first_token.waited_ms
     oldest_s = None if oldest_ms is None else oldest_ms / 1000
     tokens = fig.of_most(queue.queued_tokens, queue.max_queued_tokens, (width + 1) // 2 - 8)
