@@ -37,7 +37,10 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 class Streams:
-    """Replies that follow each other, and the gaps of their tokens."""
+    """Replies that follow each other, and the gaps of their tokens.
+
+    They are drawn: a model of random values may repeat a token without text.
+    """
 
     def __init__(self, client: Client, count: int, text: str) -> None:
         self._client, self._text = client, text
@@ -67,7 +70,7 @@ class Streams:
 
     def _stream(self, number: int) -> None:
         for turn in itertools.count():
-            body = {"prompt": f"{number} {turn} {self._text}", "max_tokens": 1024, "temperature": 0}
+            body = {"prompt": f"{number} {turn} {self._text}", "max_tokens": 1024, "seed": number}
             body |= {"stream": True, "ignore_eos": True}
             with suppress(ClientError), self._client.stream("/v1/completions", body) as events:
                 is_first = True
