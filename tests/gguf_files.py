@@ -41,6 +41,8 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
 }
 """By family. Only what the format can say of each can be converted."""
+_ENCODERS = {"bert": "bert", "nomic_bert": "nomic-bert"}
+"""Families that make vectors alone."""
 _GATED_DELTA = ("qwen3next", "qwen35", "qwen35moe")
 _INTERLEAVED = ("llama", "smollm3", "granite", "mistral3")
 _NUMBERS = {
@@ -64,6 +66,7 @@ _NUMBERS = {
 }
 _FLOATS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "embedding_scale": "embedding_multiplier",
@@ -88,7 +91,7 @@ def write_gguf(
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
-    arch = ARCHITECTURES[config["model_type"]]
+    arch = (ARCHITECTURES | _ENCODERS)[config["model_type"]]
     writer = gguf.GGUFWriter(path, arch)
     said = _config(config, arch) | _tokenizer(folder, config)
     if arch == "gemma4":
@@ -103,6 +106,13 @@ def write_gguf(
         _add(writer, key, value)
     stored = load_file(folder / "model.safetensors")
     tensors = {name: each.float().numpy() for name, each in stored.items()}
+    if arch in _ENCODERS.values():
+        tensors = {name: each for name, each in tensors.items() if not name.startswith("pooler.")}
+    if arch == "qwen3":  # a decoder that was saved without its head
+        tensors = {
+            name if name.startswith(("model.", "lm_head.")) else f"model.{name}": each
+            for name, each in tensors.items()
+        }
     if arch in _GATED_DELTA:
         tensors = _as_gated_delta(tensors, config, arch, is_early=is_early)
     for name in [name for name in tensors if "gate_up_proj" in name and "mlp.experts." in name]:
@@ -311,6 +321,8 @@ def _tokenizer(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     vocab = dict(spec["model"]["vocab"]) | {each["content"]: i for i, each in added.items()}
     tokens = sorted(vocab, key=vocab.__getitem__)
     kinds = [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(len(tokens))]
+    if spec["model"]["type"] == "WordPiece":
+        return _word_piece(tokens, kinds)
     merges = [m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]]
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     return {
@@ -322,6 +334,22 @@ def _tokenizer(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         "tokenizer.ggml.bos_token_id": config.get("bos_token_id"),
         "tokenizer.ggml.eos_token_id": config.get("eos_token_id"),
         "tokenizer.chat_template": settings.get("chat_template"),
+    }
+
+
+def _word_piece(tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+    """What begins a word is marked in place of what continues it."""
+    ids = {"unknown": "[UNK]", "cls": "[CLS]", "seperator": "[SEP]", "padding": "[PAD]"}
+    marked = [
+        token if kind == 3 else token[2:] if token.startswith("##") else f"\u2581{token}"
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": marked,
+        "tokenizer.ggml.token_type": kinds,
+        **{f"tokenizer.ggml.{key}_token_id": tokens.index(token) for key, token in ids.items()},
     }
 
 

@@ -61,7 +61,7 @@ def facts_of_texts(config: TextModelConfig) -> ModelFacts:
     """Take the facts from the configuration of a model of whole texts."""
     tensors = config.tensors.values()
     return ModelFacts(
-        file_format="safetensors",
+        file_format="gguf" if config.folder.is_file() else "safetensors",
         family=config.family.architectures[0].removesuffix("Model").lower(),
         size_bytes=config.num_bytes,
         num_parameters=sum(math.prod(tensor.shape) for tensor in tensors),

@@ -8,6 +8,7 @@ Never: reads tensor data.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.checkpoint.checkpoint import weight_files
+from engine.checkpoint.gguf import GgufModel, find_gguf
+from engine.checkpoint.gguf_text_models import named, pooling_of, text_keys
 from engine.checkpoint.json_keys import JsonKeys
 from engine.checkpoint.model_config import DTYPE_BYTES
 from engine.checkpoint.model_file import read_model_text
 from engine.checkpoint.safetensors_header import read_header
-from engine.checkpoint.tensor_info import TensorInfo
+from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
 from engine.checkpoint.text_families import (
     TEXT_FAMILY_BY_ARCHITECTURE,
     HeadStep,
@@ -68,7 +71,7 @@ class TextModelConfig:
     """A model of whole texts: shape, pooling, head, and where its tensors lie."""
 
     folder: Path
-    """The folder of the tokenizer and the weights."""
+    """The folder of the tokenizer and the weights, or the GGUF file with both."""
     kind: Kind
     family: TextFamily
     vocab_size: int
@@ -114,8 +117,10 @@ class TextModelConfig:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights as stored."""
-        return sum(tensor.num_bytes for tensor in self.tensors.values())
+        """Bytes of the weights in memory: as stored, or widened where they are quantised."""
+        tensors = self.tensors.values()
+        wide = [4 * math.prod(tensor.shape) for tensor in tensors if tensor.is_quantised]
+        return sum(tensor.num_bytes for tensor in tensors if not tensor.is_quantised) + sum(wide)
 
     def scratch_bytes(self, step_tokens: int, dtype: str) -> int:
         """Count what one step computes with, whose longest may be a single text."""
@@ -128,7 +133,7 @@ class TextModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path, kind: Kind, *, has_weights: bool = True) -> TextModelConfig:
-        """Read a folder in the format of transformers or sentence-transformers.
+        """Read a folder in the format of transformers or sentence-transformers, or a GGUF file.
 
         Args:
             has_weights: False: they are not there yet, and no tensor is named.
@@ -142,8 +147,11 @@ class TextModelConfig:
 
 
 def _read(folder: Path, kind: Kind) -> tuple[TextModelConfig, _Modules]:
-    modules = _Modules.read(folder) if kind == "embedding" else _Modules(folder, folder)
-    keys = JsonKeys.from_file(modules.base / "config.json")
+    if (path := find_gguf(folder)) is not None:
+        modules = _Modules.of_gguf(GgufModel.open(path))
+    else:
+        modules = _Modules.read(folder) if kind == "embedding" else _Modules(folder, folder)
+    keys = modules.keys()
     family, architecture = _family(keys)
     is_classifier = architecture in family.classifiers
     if kind == "embedding" and is_classifier:
@@ -300,6 +308,20 @@ class _Modules:
     prompts: Mapping[str, str] = field(default_factory=dict)
     dense: tuple[str, ...] = ()
     """The folders of the head's products."""
+    gguf: GgufModel | None = None
+    """The file that says all of it; None: a folder does."""
+
+    def keys(self) -> JsonKeys:
+        """Read the model's own configuration."""
+        if self.gguf is not None:
+            return JsonKeys(text_keys(self.gguf), self.base)
+        return JsonKeys.from_file(self.base / "config.json")
+
+    @classmethod
+    def of_gguf(cls, model: GgufModel) -> _Modules:
+        """Take what a file says; its vectors are normalised, as by all that read the format."""
+        pooling = pooling_of(model)
+        return cls(model.path, model.path, pooling=pooling, is_normalized=True, gguf=model)
 
     @classmethod
     def read(cls, folder: Path) -> _Modules:
@@ -391,20 +413,21 @@ def _dense_activation(folder: Path) -> str | None:
 
 def _tensors(config: TextModelConfig, modules: _Modules) -> dict[str, TensorInfo]:
     """Find each tensor in the files, and check its shape."""
-    stored = _stored(modules.base, config.family.prefixes)
+    gguf = modules.gguf
+    stored = {} if gguf is not None else _stored(modules.base, config.family.prefixes)
     for path in modules.dense:
         found = _stored(modules.root / path, ())
         stored |= {f"{path}.{name}": tensor for name, tensor in found.items()}
     tensors = {}
     for name, shape, is_needed in _expected(config):
-        tensor = stored.get(name)
+        tensor = stored.get(name) if gguf is None else named(gguf, config.family, name)
         if tensor is None and not is_needed:
             continue
         if tensor is None:
             raise CheckpointError(f"tensor {name} is missing", where=str(modules.base))
         if not _fits(tensor.shape, shape):
             raise _misshapen(tensor, shape)
-        if tensor.dtype not in DTYPE_BYTES:
+        if tensor.dtype not in DTYPE_BYTES and tensor.dtype not in BLOCKS:
             what = f"tensor {name} is stored as {tensor.dtype}"
             hint = f"supported: {', '.join(DTYPE_BYTES)}"
             raise CheckpointError(what, where=str(tensor.file), hint=hint)

@@ -19,6 +19,7 @@ from engine.checkpoint.gguf import GgufModel
 from engine.checkpoint.sentencepiece_model import CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 from engine.errors import CheckpointError
 from engine.text import tokenizer_parts as parts
+from engine.text.gguf_word_piece import word_piece
 from engine.text.tokenizer_parts import CUTS
 
 _MARK = re.compile(r"<\|(?!tool|think)\w+\|>|<｜(?!tool)[^<>\s]+｜>|<(start|end)_of_turn>")
@@ -45,9 +46,11 @@ def read_tokenizer(model: GgufModel) -> tokenizers.Tokenizer:
             tokenizer = _byte_level(model, tokens)
         elif kind in ("llama", "gemma4"):
             tokenizer = _sentence_piece(model, tokens, has_merges=kind == "gemma4")
+        elif kind == "bert":
+            return word_piece(model, tokens)
         else:
-            needed = "gpt2 (byte-level BPE), llama and gemma4 (SentencePiece) are served"
-            raise model.bad("tokenizer.ggml.model", needed)
+            needed = "gpt2 (byte-level BPE), llama and gemma4 (SentencePiece), bert (WordPiece)"
+            raise model.bad("tokenizer.ggml.model", f"{needed} are served")
         _add_tokens(tokenizer, model, tokens)
         _add_ends(tokenizer, model, tokens, kind)
     except CheckpointError:

@@ -19,6 +19,7 @@ BEGIN_MARKS = frozenset(
     {"<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"}
     | {"<start_of_turn>", "<|start_of_role|>", "<|end_of_role|>", "<|START_OF_TURN_TOKEN|>"}
 )
+Assembled = tokenizers.Tokenizer
 _SPACE = "▁"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -92,6 +93,43 @@ def byte_level(
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+CONTINUES = "##"
+"""What a piece of WordPiece begins with that continues a word."""
+
+
+def word_piece(
+    vocabulary: dict[str, int],
+    unknown: str,
+    ends: tuple[tuple[str, int], tuple[str, int]],
+    *,
+    lowers_case: bool,
+) -> Assembled:
+    """Assemble BERT's tokenizer.
+
+    Args:
+        unknown: the token of words that have no pieces.
+        ends: tokens, as text and id, before a text and behind each of a pair.
+        lowers_case: capitals and accents count for nothing.
+    """
+    model = models.WordPiece(
+        vocabulary,
+        unk_token=unknown,
+        continuing_subword_prefix=CONTINUES,
+        max_input_chars_per_word=100,
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowers_case)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUES)
+    (begin, _), (end, _) = ends
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[begin, "$A", end],
+        pair=[begin, "$A", end, "$B:1", f"{end}:1"],
+        special_tokens=list(ends),
+    )
     return tokenizer
 
 

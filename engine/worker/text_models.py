@@ -18,6 +18,7 @@ from engine.kernels.product_choice import products_here
 from engine.text.read_models import read_text_model
 from engine.wire.messages import TextModelSpec
 from engine.worker.model.linear import Linears, choose_linears
+from engine.worker.model.stored_tensors import Stored
 from engine.worker.model.text_transformer import TextTransformer
 from engine.worker.model.weight import Weight, packed_in_pairs
 from engine.worker.model.weights import map_files
@@ -43,7 +44,8 @@ def _load(spec: TextModelSpec, device: torch.device, alive: Callable[[], None]) 
     if linears.kernels is not None and dtype == torch.bfloat16:
         variants = products_here().variants
         linears = replace(linears, variants=variants)
-    stored = {name: each.values for name, each in map_files(config.tensors, _ignore).items()}
+    mapped = map_files(config.tensors, _ignore)
+    stored = {name: _values(each) for name, each in mapped.items()}
     multiplied = _multiplied(config)
     weights = {
         name: _weight(values, linears, variants if name in multiplied else None, dtype, device)
@@ -51,6 +53,13 @@ def _load(spec: TextModelSpec, device: torch.device, alive: Callable[[], None]) 
     }
     alive()
     return TextTransformer(config, weights, dtype, linears, device, spec.compared)
+
+
+def _values(stored: Stored) -> torch.Tensor:
+    """Return a tensor's values, widened where they are quantised."""
+    if not stored.info.is_quantised:
+        return stored.values
+    return stored.rows(0, stored.num_rows).view(stored.info.shape)
 
 
 def _multiplied(config: TextModelConfig) -> set[str]:

@@ -105,7 +105,7 @@ def compare(arms: dict[str, Arm], num_tokens: int, options: argparse.Namespace) 
                 rate, vectors[name] = arms[name].ask(asked)
             if number >= 0:
                 rates[name].append(rate)
-        both = zip(*(vectors[name] for name in arms if name != _AGAIN), strict=True)
+        both = zip(vectors[_PENSTOCK], vectors[[*arms][-1]], strict=True)
         lowest = min([lowest, *(cosine(*each) for each in both)])
     print(f"{num_tokens} tokens, {count} texts a turn; load {os.getloadavg()[0]:.1f}; "
           f"least cosine {lowest:.5f}")  # fmt: skip
