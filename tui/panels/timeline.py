@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from rich.cells import cell_len
+
 from appliance.observe.frame import figures as fig
 from appliance.observe.frame.protocol import Frame, RequestFrame
 from tui.lines import Line, Run, Tone, clean, clip, rule
@@ -25,9 +27,9 @@ _LOOKS = {
     "prompt": ("█", Tone.WARN),
     "output": ("▒", Tone.GOOD),
 }
-_LABEL_FROM = 10
+_LABEL_FROM = 11
 """Minimum cells of a bar that has its request's id."""
-_TOKENS_FROM = 20
+_TOKENS_FROM = 22
 """Minimum cells of a bar that has the number of its tokens, too."""
 _TICKS = 4
 
@@ -168,12 +170,13 @@ def _row(bars: Sequence[_Bar], width: int) -> Line:
         line.append(Run(" " * (bar.begin - end)))
         label = ""
         if num_cells >= _LABEL_FROM:
-            label = clip(f"{fig.short_id(request.id)} ", num_cells)
+            label = f" {clip(fig.short_id(request.id), 8)} "
         if num_cells >= _TOKENS_FROM and bar.stretch.kind != WAITING:
             is_prompt = bar.stretch.kind == "prompt"
             number = request.prompt_tokens if is_prompt else request.output_tokens
             label += f"{fig.short_count(number)} tok "
-        line += [Run(label, Tone.STRONG), Run(cell * (num_cells - len(label)), tone)]
+        bar_cells = num_cells - 1 - cell_len(label)
+        line += [Run(cell, tone), Run(label, Tone.STRONG), Run(cell * bar_cells, tone)]
         end = bar.end
     return line
 
