@@ -258,3 +258,14 @@ def test_it_opens_where_there_is_something_to_see(
     replay = Replay(make_recording(tmp_path, rows=rows, events=events))
     assert replay.opening.at_ms == replay.start.at_ms + second * 1000
     replay.close()
+
+
+def test_the_incident_of_the_documentation_has_three_callers_and_a_killed_daemon() -> None:
+    replay = Replay(Path(__file__).parents[2] / "docs/incident.penstock")
+    seen = [view.frame for view in replay.views() if view.frame is not None]
+    assert replay.num_damaged == 0
+    assert len({frame.pid for frame in seen}) == 2
+    assert "daemon.survived" in {alert.code for frame in seen for alert in frame.alerts}
+    callers = {request.user for frame in seen for request in frame.requests}
+    assert callers == {"key:ana", "key:bo", "key:reports"}
+    replay.close()
