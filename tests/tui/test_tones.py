@@ -90,3 +90,17 @@ def test_a_full_queue_is_never_cut_inside_a_number():
         first = text_of(lanes.prefill(View().after(frame), width, 3)[0])
         assert first.split()[-1] == shown
         assert len(first) <= width
+
+
+def test_a_narrow_column_leaves_out_a_port_a_process_and_the_prefix_of_a_key():
+    columns = [
+        replace(each, gap=1) for each in requests.COLUMNS if each.title in ("USER", "CLIENT")
+    ]
+
+    def shown(user, client):
+        line = requests.row(frames.request(1, user=user, client=client), columns, is_selected=False)
+        return [run.text.strip() for run in line[1:]]
+
+    assert shown("key:reports", "127.0.0.1:44646") == ["reports", "127.0.0.1"]
+    assert shown("key:ana", "python3 93066") == ["key:ana", "python3"]
+    assert shown("key:a-long-name", "10.11.12.13:44646") == ["a-long-…", "10.11.12…"]

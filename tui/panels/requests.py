@@ -185,13 +185,22 @@ def row(request: RequestFrame, columns: Sequence[RequestColumn], *, is_selected:
     """Draw one request as a line of the table."""
     line: Line = [Run("> " if is_selected else "  ", Tone.ACCENT)]
     for column in columns:
-        text = column.text(request)
-        while column.title == "NOTE" and len(text) > column.width and ", " in text:
-            text = text.rpartition(", ")[0]
-        if column.title == "CLIENT" and len(text) > column.width:  # a cut number says nothing
-            text = text.partition(" ")[0]
+        text = _shortened(column, column.text(request))
         line.append(Run(column.cell(text), _tone(column.title, request)))
     return line
+
+
+def _shortened(column: RequestColumn, text: str) -> str:
+    """Leave out the parts of a long text that say least; half a number says nothing."""
+    if len(text) <= column.width:
+        return text
+    if column.title == "NOTE":
+        while len(text) > column.width and ", " in text:
+            text = text.rpartition(", ")[0]
+    if column.title == "CLIENT":
+        program = text.partition(" ")[0]
+        return program if len(program) <= column.width else program.rpartition(":")[0] or program
+    return text.removeprefix("key:") if column.title == "USER" else text
 
 
 def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -> str:
