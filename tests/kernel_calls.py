@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from engine.checkpoint.packed_layouts import FORMS, panels_shape
 from engine.kernels.cpu import FORMS as NUMBERS
+from engine.kernels.cpu import NOT_GATED
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 INT8, INT64 = 16, 64
@@ -119,6 +120,9 @@ def linear_pairs(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     inputs, depth, variant = r.choice([1, 2, 7, 25, 33, 64]), r.randint(1, 150), r.randrange(2)
     few = r.choice([0, inputs, r.randint(0, inputs)])
     rows = [r.randint(1, 70) for _ in range(r.randint(1, 3))]
+    activation = r.choice([NOT_GATED, NOT_GATED, *range(4)])
+    if activation != NOT_GATED:
+        rows = r.choice([rows[:1] * 2, [32 * len(rows)]])
     parts = []
     for count in rows:
         panels, padded = -(-count // 16), -(-depth // 32) * 32
@@ -126,10 +130,10 @@ def linear_pairs(kernels: Any, r: Random, m: Memory, threads: int) -> None:
         kernels.pack_pairs(packed, m.values(count * depth, BFLOAT16), count, depth, 0, panels)
         parts += [packed, count, 3]
     bias = m.values(sum(rows), FLOAT32) if r.random() < 0.5 else 0
-    out, x = m.output(inputs * sum(rows), BFLOAT16), m.values(inputs * depth, BFLOAT16)
-    kernels.linear_pairs(
-        out, x, inputs, few, depth, m.integers(parts), len(rows), bias, variant, threads
-    )
+    width = sum(rows) if activation == NOT_GATED else sum(rows) // 2
+    out, x = m.output(inputs * width, BFLOAT16), m.values(inputs * depth, BFLOAT16)
+    how = bias, variant, activation, threads
+    kernels.linear_pairs(out, x, inputs, few, depth, m.integers(parts), len(rows), *how)
 
 
 def rms_norm(kernels: Any, r: Random, m: Memory, threads: int) -> None:

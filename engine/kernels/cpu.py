@@ -29,6 +29,8 @@ FORMS = {
 WIDENED, DOTS, TILES = range(3)
 """Variants in which the kernels multiply: exact products, dots of pairs, matrix tiles."""
 VARIANT_NAMES = ("widened", "dots", "tiles")
+NOT_GATED = -1
+"""The number of no activation: a product without gates."""
 MAX_FEW = 8
 """Maximum rows of a sequence without tiles; a decode step with its guesses has no more."""
 

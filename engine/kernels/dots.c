@@ -378,7 +378,7 @@ INLINE void multiply_one(vec *out, const struct product *p, const char *const *p
 {
     const int64_t num_groups = groups_of(form, p->depth);
     const char *at[STREAMS], *heads[STREAMS];
-    struct scales factors[STREAMS];
+    struct scales factors[STREAMS] = {0}; /* which the first group sets, if the form has any */
     vec sums[STREAMS];
 #pragma GCC unroll 4
     for (int n = 0; n < STREAMS; n++) {
@@ -403,7 +403,7 @@ INLINE void multiply_streams(vec *sums, const struct product *p, const char *con
     const int64_t num_groups = groups_of(form, p->depth);
     const char *at[STREAMS];
     const char *heads[STREAMS] = {NULL};
-    struct scales factors[STREAMS];
+    struct scales factors[STREAMS] = {0}; /* which the first group sets, if the form has any */
     for (int n = 0; n < num_panels; n++)
         at[n] = panels[n];
     for (int64_t i = 0; i < num_inputs * STREAMS; i++)

@@ -142,7 +142,7 @@ static void add(void *context, int64_t item)
 static int multiply(const struct mixture *m, char *out, const char *x, int64_t depth, int64_t parts,
                     int64_t num_parts, int64_t bias, int64_t is_packed)
 {
-    word words[10] = {{.address = out}, {.address = (void *)(uintptr_t)x}};
+    word words[11] = {{.address = out}, {.address = (void *)(uintptr_t)x}};
     word *next = words + 2;
     if (!is_packed)
         (next++)->integer = m->type;
@@ -154,7 +154,7 @@ static int multiply(const struct mixture *m, char *out, const char *x, int64_t d
     (next++)->integer = num_parts;
     (next++)->address = (void *)(uintptr_t)bias;
     if (is_packed)
-        (next++)->integer = m->e->variant;
+        next[0].integer = m->e->variant, next[1].integer = NOT_GATED, next += 2;
     next->integer = m->num_threads;
     return is_packed ? linear_pairs(words) : linear(words);
 }

@@ -1,7 +1,7 @@
 /* The small operations between the large ones: norms, activations, rotation with the KV write.
  *
  * Each is a loop over tokens, a few of which are an item for a thread. */
-#include "simd.h"
+#include "activation.h"
 
 static const float OVERFLOWN = 6e4f; /* as in engine/worker/model/attention.py */
 enum { TOKENS = 16 };
@@ -90,36 +90,13 @@ KERNEL(rms_norm, "ppppiiiiiiiifff")
     return 0;
 }
 
-/* Activations, as engine/checkpoint/model_config.py numbers them. */
-enum { SILU, GELU, CLAMPED_SWIGLU, SIGMOID };
-static const float SWIGLU_LIMIT = 7, SWIGLU_ALPHA = 1.702f; /* as in engine/worker/model/layers.py */
-
-/* SiLU; GELU in its tanh form, which is gate * sigmoid(2 u) for the u that tanh is taken of; SiLU with a
- * steeper sigmoid, of a gate that has an upper limit; or the sigmoid itself. */
-INLINE vec activated(vec gate, int activation)
-{
-    if (activation == CLAMPED_SWIGLU)
-        gate = choose(gate > SWIGLU_LIMIT, all(SWIGLU_LIMIT), gate);
-    vec exponent = -gate;
-    if (activation == GELU)
-        exponent *= 1.5957691216f * (1.0f + 0.044715f * gate * gate);
-    if (activation == CLAMPED_SWIGLU)
-        exponent *= SWIGLU_ALPHA;
-    return (activation == SIGMOID ? all(1) : gate) / (1.0f + exponential(exponent));
-}
-
 INLINE void gate_row(void *out, const void *gates, const void *up, int64_t width, int activation,
                      int type)
 {
     for (int64_t i = 0; i < width; i += LANES) {
         const vec gate = load_upto(at(gates, i, type), width - i, type);
-        vec factor = load_upto(at(up, i, type), width - i, type);
-        if (activation == CLAMPED_SWIGLU) {
-            factor = choose(factor > SWIGLU_LIMIT, all(SWIGLU_LIMIT), factor);
-            factor = rounded(choose(factor < -SWIGLU_LIMIT, all(-SWIGLU_LIMIT), factor) + 1.0f, type);
-        }
-        const vec product = rounded(activated(gate, activation), type) * factor;
-        store_upto(at(out, i, type), product, width - i, type);
+        const vec factor = load_upto(at(up, i, type), width - i, type);
+        store_upto(at(out, i, type), gated_by(gate, factor, activation, type), width - i, type);
     }
 }
 

@@ -19,6 +19,9 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 16 };
 /* Ways to multiply, as in cpu.py. */
 enum { WIDENED = 0, DOTS = 1, TILES = 2 };
 
+/* Activations of gates, as engine/checkpoint/model_config.py numbers them; NOT_GATED, as in cpu.py: none. */
+enum { NOT_GATED = -1, SILU, GELU, CLAMPED_SWIGLU, SIGMOID };
+
 /* An argument of a kernel. */
 typedef union {
     void *address;

@@ -285,20 +285,56 @@ static int prepare_inputs(struct pairs_product *p, int64_t num_inputs, int64_t d
     return 0;
 }
 
-/* linear_pairs(out, x, num_inputs, num_few, depth, parts, num_parts, bias, variant, num_threads)
+/* What takes tiles of a product whose first half of rows are gates, as a product of these. */
+static void make_gated(struct pairs_product *p, struct part *gates, int64_t activation)
+{
+    *gates = p->parts[0];
+    gates->num_rows = p->out_stride / 2;
+    p->gated_bytes = p->num_parts == 2 ? p->parts[1].address - gates->address
+                                       : gates->num_rows / PANEL_ROWS * bytes_of_panel(p->depth);
+    p->parts = gates;
+    p->num_parts = 1;
+    p->out_stride = gates->num_rows;
+    p->activation = activation;
+}
+
+/* Gates among what the few inputs have made, times what they gate. */
+static void apply_gates(void *out, const struct pairs_product *few, int64_t activation,
+                        int64_t num_threads)
+{
+    const int64_t width = few->out_stride / 2;
+    const word words[] = {{.address = out},
+                          {.address = few->out},
+                          {.address = few->out + width * 2},
+                          {.integer = BFLOAT16},
+                          {.integer = few->num_inputs},
+                          {.integer = width},
+                          {.integer = few->out_stride},
+                          {.integer = few->out_stride},
+                          {.integer = activation},
+                          {.integer = num_threads}};
+    gated(words);
+}
+
+/* linear_pairs(out, x, num_inputs, num_few, depth, parts, num_parts, bias, variant, activation,
+ *              num_threads)
  *
  * out [num_inputs, rows of all parts] and x [num_inputs, depth] are bfloat16 and contiguous; parts are
  * int64 [num_parts, 3]: address of a packed matrix, its rows, and its scheme; bias is float32 for
  * all rows, or address 0. The first num_few inputs are multiplied in the variant, WIDENED, whose
  * products are exact, or DOTS; all others by TILES. Dots and tiles add products two by two and may take
- * denormals for 0. An input's results have the same bits whatever is beside it. */
-KERNEL(linear_pairs, "ppiiipipii")
+ * denormals for 0. An input's results have the same bits whatever is beside it.
+ *
+ * With an activation out is half as wide, and what gated() would make of it, bit for bit: the first half
+ * of the rows are gates. They are a part of their own, or whole panels. */
+KERNEL(linear_pairs, "ppiiipipiii")
 {
+    static _Thread_local struct memory memory;
     void *out, *x, *parts, *bias;
-    int64_t num_inputs, num_few, depth, num_parts, variant, num_threads;
+    int64_t num_inputs, num_few, depth, num_parts, variant, activation, num_threads;
     read_words(words, linear_pairs_format, &out, &x, &num_inputs, &num_few, &depth, &parts, &num_parts,
-               &bias, &variant, &num_threads);
-    const int is_many = has_many(num_inputs, num_few);
+               &bias, &variant, &activation, &num_threads);
+    const int is_many = has_many(num_inputs, num_few), is_gated = activation != NOT_GATED;
     struct pairs_product p = {
         .parts = parts,
         .x = x,
@@ -309,26 +345,36 @@ KERNEL(linear_pairs, "ppiiipipii")
         .depth = padded(depth, TILE_DEPTH),
         .x_stride = depth,
         .num_items = num_items_for(num_threads, is_many),
+        .activation = NOT_GATED,
     };
     for (int64_t i = 0; i < num_parts; i++)
         p.out_stride += p.parts[i].num_rows;
     if (prepare_inputs(&p, num_inputs, depth, variant == WIDENED ? num_few : 0, num_threads) < 0)
         return -1;
     struct pairs_product both[2] = {p, p};
+    struct part gates;
+    if (is_gated) {
+        make_gated(&both[1], &gates, activation);
+        both[0].out = grown(&memory, (size_t)(num_few * p.out_stride * 2));
+        if (both[0].out == NULL && num_few > 0)
+            return -1;
+    }
     both[1].num_inputs = num_inputs - num_few;
     both[1].x += num_few * p.x_stride * 2;
-    both[1].out += num_few * p.out_stride * 2;
+    both[1].out += num_few * both[1].out_stride * 2;
     const int has_tiles = num_few < num_inputs;
     for_items(num_threads, p.num_items, is_many, has_tiles ? multiply_both : multiply_pairs, both);
+    if (is_gated && num_few > 0)
+        apply_gates(out, &both[0], activation, num_threads);
     return 0;
 }
 
 void announce_linear_pairs(const word *words)
 {
     void *out, *x, *parts, *bias;
-    int64_t num_inputs, num_few, depth, num_parts, variant, num_threads;
+    int64_t num_inputs, num_few, depth, num_parts, variant, activation, num_threads;
     read_words(words, linear_pairs_format, &out, &x, &num_inputs, &num_few, &depth, &parts, &num_parts,
-               &bias, &variant, &num_threads);
+               &bias, &variant, &activation, &num_threads);
     if (has_many(num_inputs, num_few))
         announce_nothing();
     else

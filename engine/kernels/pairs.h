@@ -24,6 +24,8 @@ struct pairs_product {
     char *out;     /* bfloat16 [num_inputs, out_stride] */
     const float *bias;
     int64_t num_parts, num_inputs, depth, x_stride, out_stride, num_items;
+    int64_t activation;  /* of rows by tiles, each of which gates another; or NOT_GATED */
+    int64_t gated_bytes; /* from a panel of gates to that of the rows they gate */
 };
 
 INLINE int64_t padded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }

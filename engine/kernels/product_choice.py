@@ -24,6 +24,7 @@ from engine.kernels.cpu import (
     BFLOAT16_PAIRS,
     DOTS,
     EXACT,
+    NOT_GATED,
     TILES,
     VARIANT_NAMES,
     WIDENED,
@@ -135,8 +136,9 @@ def _wrong_products(kernels: Kernels, variants: ProductVariants) -> list[str]:
     kernels.linear(
         _address(outs[0]), _address(x), BFLOAT16, _INPUTS, _DEPTH, at[0], 1, 0, 1
     )  # fmt: skip
+    how = variants.few, NOT_GATED, 1
     kernels.linear_pairs(
-        _address(outs[1]), _address(x), _INPUTS, num_few, _DEPTH, at[1], 1, 0, variants.few, 1
+        _address(outs[1]), _address(x), _INPUTS, num_few, _DEPTH, at[1], 1, 0, *how
     )
     pairs_of_values = zip(*map(_floats, outs), strict=True)
     is_near = [abs(a - b) <= _TOLERANCE for a, b in pairs_of_values]  # False for NaN

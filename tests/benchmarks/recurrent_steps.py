@@ -105,9 +105,9 @@ def product_of(transformer):
     """A product of a prompt's tokens with a packed matrix of the model's."""
     import torch
 
-    x = torch.randn(PROMPT, transformer.config.hidden_size).bfloat16()
-    gate_up = transformer._branches[1].block._gate_up
-    return (lambda: gate_up(x)), 2 * PROMPT * gate_up.num_outputs * x.shape[1]
+    x = torch.randn(PROMPT, transformer.config.intermediate_size).bfloat16()
+    down = transformer._branches[1].block._down
+    return (lambda: down(x)), 2 * PROMPT * down.num_outputs * x.shape[1]
 
 
 def main():

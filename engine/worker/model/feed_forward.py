@@ -29,16 +29,14 @@ class FeedForward:
         linears: Linears,
     ) -> None:
         """Read the matrices under a prefix that ends with a dot."""
-        self._gated = backend.gated
-        self._activation = config.hidden_act
         gate_up, has_bias = [prefix + name for name in config.family.gate_up], config.has_mlp_bias
-        self._gate_up = linears.make(weights, gate_up, has_bias=has_bias)
+        how = weights, gate_up, config.hidden_act, backend.gated
+        self._gated = linears.make_gated(*how, has_bias=has_bias)
         self._down = linears.make(weights, [f"{prefix}down_proj"], has_bias=has_bias)
 
     def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
         """Return what a step's tokens [num_tokens, hidden_size] become."""
-        num_few = step.num_few
-        return self._down(self._gated(self._gate_up(x, num_few), self._activation), num_few)
+        return self._down(self._gated(x, step.num_few), step.num_few)
 
 
 class Experts:

@@ -10,6 +10,7 @@ Never: copies a matrix if the variant can read its dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.checkpoint.model_config import ACTIVATIONS, ExpertsConfig
+from engine.checkpoint.packed_layouts import PANEL_ROWS
 from engine.kernels.cpu import (
     BFLOAT16,
     BFLOAT16_PAIRS,
@@ -24,6 +26,7 @@ from engine.kernels.cpu import (
     FLOAT16,
     FLOAT32,
     FORMS,
+    NOT_GATED,
     Kernels,
     ProductVariants,
 )
@@ -76,8 +79,7 @@ class Linears:
 
         What one of them returns lasts until the next of its kind is called, unless it is kept.
         """
-        matrices = [weights[f"{name}.weight"] for name in names]
-        biases = [weights[f"{name}.bias"].values for name in names] if has_bias else []
+        matrices, biases = _tensors(weights, names, has_bias=has_bias)
         if self.kernels is None and any(matrix.scheme not in PLAIN for matrix in matrices):
             # only here is Triton known to be there
             from engine.worker.model.triton_linear import TritonLinear
@@ -89,6 +91,27 @@ class Linears:
         is_packed = all(matrix.scheme == "bfloat16_pairs" for matrix in matrices)
         variants = (self.variants or EXACT) if is_packed else None
         return CompiledLinear(self.kernels, matrices, biases, take, variants, kind)
+
+    def make_gated(
+        self,
+        weights: dict[str, Weight],
+        names: list[str],
+        activation: str,
+        gated: Callable[[torch.Tensor, str], torch.Tensor],
+        *,
+        has_bias: bool = False,
+    ) -> Linear:
+        """Make a gate beside what it multiplies, and their product.
+
+        Args:
+            gated: makes the product of both, where the kernel that multiplies cannot.
+        """
+        matrices, biases = _tensors(weights, names, has_bias=has_bias)
+        if self.kernels is not None and _has_halves_in_pairs(matrices):
+            how = self.take, self.variants or EXACT, "gated", activation
+            return CompiledLinear(self.kernels, matrices, biases, *how)
+        linear = self.make(weights, names, has_bias=has_bias)
+        return lambda x, num_few=None: gated(linear(x, num_few), activation)
 
     def make_experts(
         self,
@@ -115,6 +138,22 @@ class Linears:
             share_scale=share_scale,
             take=self.take,
         )
+
+
+def _tensors(
+    weights: dict[str, Weight], names: list[str], *, has_bias: bool
+) -> tuple[list[Weight], list[torch.Tensor]]:
+    """Find the matrices and biases of some projections."""
+    matrices = [weights[f"{name}.weight"] for name in names]
+    return matrices, [weights[f"{name}.bias"].values for name in names] if has_bias else []
+
+
+def _has_halves_in_pairs(matrices: list[Weight]) -> bool:
+    """Say whether matrices are packed in pairs, and their second half begins with a panel."""
+    rows = [matrix.shape[0] for matrix in matrices]
+    is_packed = all(matrix.scheme == "bfloat16_pairs" for matrix in matrices)
+    are_halves = rows[0] == rows[1] if len(rows) == 2 else rows[0] % (2 * PANEL_ROWS) == 0
+    return is_packed and are_halves
 
 
 def choose_linears(
@@ -145,6 +184,8 @@ class CompiledLinear:
         take: where results lie.
         variants: how packed ones are multiplied, whose inputs are bfloat16; None: they are plain.
         kind: of the results, for `take`.
+        activation: of gates, the first half of the outputs, which multiply the other; None: there
+            are none, as in plain matrices.
     """
 
     def __init__(
@@ -155,11 +196,14 @@ class CompiledLinear:
         take: Take = fresh,
         variants: ProductVariants | None = None,
         kind: str = "linear",
+        activation: str | None = None,
     ) -> None:
         self._take, self.variants, self._kind = take, variants, kind
+        self._activation = NOT_GATED if activation is None else ACTIVATIONS.index(activation)
         self._data = [matrix.data.contiguous() for matrix in matrices]  # alive with the addresses
         self.bias = torch.cat(biases).float() if biases else None
-        self.num_outputs = sum(matrix.shape[0] for matrix in matrices)
+        num_rows = sum(matrix.shape[0] for matrix in matrices)
+        self.num_outputs = num_rows if activation is None else num_rows // 2
         parts = [
             (data.data_ptr(), matrix.shape[0], _KERNEL_SCHEMES[matrix.scheme])
             for data, matrix in zip(self._data, matrices, strict=True)
@@ -184,8 +228,8 @@ class CompiledLinear:
             self._linear(*places, kind, num_tokens, *self._prepared, num_threads)
         else:
             few = num_tokens if num_few is None else self.variants.num_few(num_tokens, num_few)
-            variant = self.variants.few
-            self._linear(*places, num_tokens, few, *self._prepared, variant, num_threads)
+            how = self.variants.few, self._activation, num_threads
+            self._linear(*places, num_tokens, few, *self._prepared, *how)
         return out
 
 

@@ -64,7 +64,8 @@ static void report(const char *name)
     num_loads = num_stores = num_products = num_waits = 0;
 }
 
-static void multiply(int64_t num_tokens, int64_t depth, int64_t num_parts, const int64_t *rows)
+static void multiply(int64_t num_tokens, int64_t depth, int64_t num_parts, const int64_t *rows,
+                     int64_t activation)
 {
     int64_t parts[3][3], num_rows = 0;
     for (int64_t i = 0; i < num_parts; i++) {
@@ -76,7 +77,7 @@ static void multiply(int64_t num_tokens, int64_t depth, int64_t num_parts, const
                           {.address = calloc((size_t)num_tokens, (size_t)depth * 2)},
                           {.integer = num_tokens}, {.integer = 0}, {.integer = depth},
                           {.address = parts}, {.integer = num_parts}, {.address = NULL},
-                          {.integer = WIDENED}, {.integer = 2}};
+                          {.integer = WIDENED}, {.integer = activation}, {.integer = 2}};
     linear_pairs(words);
 }
 
@@ -104,15 +105,15 @@ int main(int count, char **values)
     for (int i = 0; i < 6; i++)
         n[i] = atol(values[i + 1]);
     const int64_t kv = n[2] * n[3], qkv[3] = {n[1] * n[3], kv, kv}, gate_up[2] = {n[5], n[5]};
-    multiply(n[0], n[4], 3, qkv);
+    multiply(n[0], n[4], 3, qkv, NOT_GATED);
     report("qkv");
     attend_prompt(n[0], n[1], n[2], n[3]);
     report("attention");
-    multiply(n[0], qkv[0], 1, &n[4]);
+    multiply(n[0], qkv[0], 1, &n[4], NOT_GATED);
     report("output");
-    multiply(n[0], n[4], 2, gate_up);
+    multiply(n[0], n[4], 2, gate_up, SILU);
     report("gate_up");
-    multiply(n[0], n[5], 1, &n[4]);
+    multiply(n[0], n[5], 1, &n[4], NOT_GATED);
     report("down");
     return 0;
 }

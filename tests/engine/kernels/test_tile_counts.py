@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     path = tmp_path_factory.mktemp("count") / "count_tiles"
-    sources = [KERNELS / f"{name}.c" for name in ("tiles", "pairs", "attention")]
+    sources = [KERNELS / f"{name}.c" for name in ("tiles", "pairs", "fused", "attention")]
     sources += [KERNELS / "attention_squares.c", HERE / "count_tiles.c"]
     command = ["gcc", "-std=gnu11", "-O1", "-w", f"-I{KERNELS}", "-include"]
     command += [HERE / "counting_unit.h", f"-I{sysconfig.get_paths()['include']}", "-DLEVEL=x"]

@@ -1,12 +1,14 @@
 """A row's bits do not depend on what else a step computes, at every level of the kernels."""
 
 import mmap
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_config import ACTIVATIONS
 from engine.checkpoint.packed_layouts import FORM_BY_KIND, FORMS
 from engine.checkpoint.weights_layout import packed_layout, weights_layout
 from engine.kernels.cpu import (
@@ -19,6 +21,7 @@ from engine.kernels.cpu import (
     ProductVariants,
     load_kernels,
 )
+from engine.worker.model.compiled import CompiledBackend
 from engine.worker.model.linear import CompiledLinear
 from engine.worker.model.stored_tensors import quantised
 from engine.worker.model.transformer import Transformer
@@ -123,6 +126,26 @@ def test_rows_that_decode_are_the_same_beside_rows_that_take_tiles(level, few):
                 found = linear(x[64 - num_few : 64 + num_tiled].contiguous(), num_few)
                 assert found[:num_few].equal(decoded[64 - num_few :]), (num_few, num_tiled)
                 assert found[num_few:].equal(tiled[:num_tiled]), (num_few, num_tiled)
+
+
+@each_level
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("rows", [[NUM_ROWS] * 2, [96]], ids=str)
+def test_gates_within_a_product_are_those_behind_it(level, activation, rows):
+    """Of rows that decode, and of rows that take tiles, whole or in cuts."""
+    kernels, _ = load_kernels(level)
+    gated, x = CompiledBackend(kernels, level).gated, noise((NUM_INPUTS, max(DEPTHS)), 3)
+    for depth, num_few, num_threads, has_bias in product(DEPTHS, (0, 5, 40), (1, 3), (0, 1)):
+        matrices = [(4 * noise((count, depth), i) / depth**0.5) for i, count in enumerate(rows)]
+        weights = [packed_in_pairs(Weight.plain(matrix.bfloat16())) for matrix in matrices]
+        biases = [noise(count, 2) for count in rows] if has_bias else []
+        how = {"variants": ProductVariants(WIDENED, has_tiles=True)}
+        make = partial(CompiledLinear, kernels, weights, biases, **how)
+        inputs = x[:, :depth].bfloat16()
+        torch.set_num_threads(num_threads)
+        expected = gated(make()(inputs, num_few), activation)
+        found = make(activation=activation)(inputs, num_few)
+        assert found.equal(expected), (depth, num_few, num_threads, has_bias)
 
 
 def kind_of(dtype):
