@@ -53,7 +53,7 @@ class PromptWait(NamedTuple):
     behind: str | None = None
     """The request with most prompt tokens among those computed before it."""
     behind_tokens: int | None = None
-    """Prompt tokens of all requests computed before it."""
+    """Prompt tokens left of all requests computed before it."""
 
 
 class _Ahead(NamedTuple):

@@ -265,7 +265,7 @@ def test_a_note_says_what_went_wrong_or_is_waited_for_or_made_it_slow():
         row = requests.row(frames.request(number, phase, **changes), columns, is_selected=False)
         return text_of(row).strip()
 
-    assert note(1) == "behind aaa971e6 (4,730 tok)"
+    assert note(1) == "behind aaa971e6, 4,730 left"
     assert note(1, behind=None, waits_for="KV blocks; 1 s so far") == "waits for KV blocks"
     assert note(4, "decoding") == "queue: 1.2s, usually 20ms"
     assert note(1, "decoding") == ""

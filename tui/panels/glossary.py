@@ -109,7 +109,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("QUEUE, PREFILL, HANDOFF", "time in these stages, in ms"),
             Entry(
                 "NOTE",
-                "an error; or the prompt that is computed first, with all prompt tokens ahead;"
+                "an error; or the prompt that is computed first, with all prompt tokens left ahead;"
                 " or why the request is slow",
             ),
             Entry("BLOCKS, MOVED", "KV blocks it holds; bytes its handoff copied"),

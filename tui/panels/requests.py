@@ -75,7 +75,8 @@ def _note(request: RequestFrame) -> str:
     if request.error:
         return request.error
     if request.behind:
-        return f"behind {fig.short_id(request.behind)} ({fig.count(request.behind_tokens)} tok)"
+        left = fig.short_count(request.behind_tokens)
+        return f"behind {fig.short_id(request.behind)}, {left} left"
     if request.waits_for:
         return f"waits for {request.waits_for.partition(';')[0]}"
     return request.slow_because or ""

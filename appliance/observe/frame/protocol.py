@@ -179,7 +179,7 @@ class RequestFrame(msgspec.Struct):
     behind: str | None = None
     """The request whose prompt is computed before its own; None: it waits for no prompt."""
     behind_tokens: int | None = None
-    """Prompt tokens of all requests that are computed before its own."""
+    """Prompt tokens left of all requests that are computed before its own."""
     cache_miss: str | None = None
     """The token at which its cached prefix ended, and why; None: nothing was missed."""
     speculation: str | None = None

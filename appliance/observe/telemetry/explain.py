@@ -185,7 +185,7 @@ class Wait(NamedTuple):
     behind: str | None = None
     """The request with most prompt tokens among those computed before it."""
     behind_tokens: int | None = None
-    """Prompt tokens of all requests computed before it."""
+    """Prompt tokens left of all requests computed before it."""
 
 
 def wait_text(wait: PromptWait, waited_ns: int) -> Wait:
@@ -209,6 +209,6 @@ def wait_text(wait: PromptWait, waited_ns: int) -> Wait:
         case WaitsFor.TURN if wait.behind is None:
             text = f"its turn on worker {name}: it is next"
         case WaitsFor.TURN:
-            first = f"{short_id(wait.behind)} ({wait.behind_tokens:,} prompt tokens)"
+            first = f"{short_id(wait.behind)} ({wait.behind_tokens:,} prompt tokens left)"
             text = f"its turn on worker {name}, behind {first}"
     return Wait(f"{text}; {waited_ns / 1e9:.1f} s so far", wait.behind, wait.behind_tokens)

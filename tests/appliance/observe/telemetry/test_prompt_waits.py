@@ -44,7 +44,7 @@ def test_a_prompt_waits_behind_the_tokens_before_it(machine: Machine) -> None:
     first, *others = told(machine)
     assert first is None, "it may be in the step that is being computed"
     for words, num_tokens in zip(others, (64, 128), strict=True):
-        assert words.endswith(f"prefill, behind 1 ({num_tokens} prompt tokens)")
+        assert words.endswith(f"prefill, behind 1 ({num_tokens} prompt tokens left)")
 
 
 @pytest.mark.parametrize(("user", "who"), [("her", "cmpl-1"), ("him", "another request")])
