@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ import typer
 from appliance.cli import terminal
 from appliance.cli.tables import Format, TableColumn, yes_or_no
 from appliance.cli.terminal import Output
+from appliance.configuration import paths
 from appliance.configuration.client_settings import explain
 from appliance.configuration.config import SSD_FOLDER
 from appliance.configuration.setting_kinds import (
@@ -28,6 +30,7 @@ from appliance.configuration.setting_kinds import (
 )
 from appliance.configuration.settings import SETTINGS, Setting
 from appliance.configuration.sources import FoundSetting
+from engine.printable import printable
 
 config = typer.Typer(
     help="The daemon's settings.", no_args_is_help=True, callback=terminal.of_this_machine
@@ -58,12 +61,22 @@ def show(
 ) -> None:
     """Show every setting with the value that `penstock serve` would use."""
     written = _for_people if output.is_for_people else _plain
-    rows = [_row(found, written) for found in explain({"config": config_file})]
+    settings = explain({"config": config_file})
+    rows = [_row(found, written) for found in settings]
     columns = [TableColumn("SETTING", "name"), TableColumn("VALUE", "value")]
     columns += [TableColumn("ORIGIN", "origin", is_wide=not origin)]
     columns += [TableColumn("RELOADS", "is_reloadable", yes_or_no, is_wide=True)]
     columns += [TableColumn("MEANING", "about", is_wide=True)]
     terminal.write(terminal.listing("config", tuple(columns), output).render(rows))
+    values = {found.name: found.value for found in settings}
+    _tell_other_socket(Path(values["state_dir"]), Path(values["socket"]))
+
+
+def _tell_other_socket(state_dir: Path, socket: Path) -> None:
+    """Name the socket of the daemon that runs with this state folder, if it is another."""
+    told = paths.socket_of(state_dir)
+    if told and paths.is_daemon_alive(state_dir) and not paths.is_of_socket(state_dir, socket):
+        terminal.note(f"penstock: the running daemon has another socket: {printable(told)}")
 
 
 def _row(found: FoundSetting, written: Callable[[FoundSetting], Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import sqlite3
@@ -222,6 +223,21 @@ def test_settings_are_shown_to_people_as_they_would_type_them(environ: dict[str,
     rows = json.loads(penstock(environ, "config", "show", "-o", "json").stdout)["data"]
     values = {row["name"]: row["value"] for row in rows}
     assert (values["max_body"], values["log_text"]) == (8 << 20, False)
+
+
+def test_the_socket_of_a_running_daemon_is_told_where_a_start_would_take_another(
+    environ: dict[str, str],
+) -> None:
+    lock = Path(environ["PENSTOCK_STATE_DIR"]) / "lock"
+    lock.parent.mkdir(mode=0o700)
+    for socket, is_told in ((environ["PENSTOCK_SOCKET"], False), ("/run/other.sock", True)):
+        lock.write_text(f"17 {socket}\n")
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            shown = penstock(environ, "config", "show")
+        assert (socket in shown.stderr) == is_told
+        assert environ["PENSTOCK_SOCKET"] in shown.stdout
+    assert penstock(environ, "config", "show").stderr == "", "the daemon has ended"
 
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
