@@ -142,6 +142,15 @@ async def test_a_chat_in_the_browser(served, tmp_path):
         await tab.run(f"(at('key').value = {json.dumps(key)}, at('key-form').requestSubmit())")
         await tab.until("at('key-form').hidden && model === 'fake/tiny-model'")
 
+        assert await tab.run("at('greeting').innerText.includes('fake/tiny-model answers here')")
+        await tab.run("at('max_tokens').value = 20")
+        await tab.run("at('example').click()")
+        await tab.until("sending === null")
+        assert await tab.run("turns.map((turn) => turn.role)") == ["user", "assistant"]
+        assert await tab.run("at('greeting').hidden")
+        await tab.run("at('clear').click()")
+        assert not await tab.run("at('greeting').hidden")
+
         appliance = server._app.state.appliance
         appliance.interval_s = 0.05
         await tab.run("at('max_tokens').value = 8000")
