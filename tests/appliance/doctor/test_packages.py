@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.doctor.packages import cuda_bytes, packages
+from appliance.doctor.packages import cuda_bytes, packages, sharing
 
 GIB = 1 << 30
 CUDA = {"nvidia-cublas": GIB, "nvidia_cudnn_cu13": GIB, "cuda-bindings": 5, "triton": 7}
@@ -42,6 +42,20 @@ def test_gigabytes_of_cuda_are_told_where_no_gpu_is(
     assert cuda_bytes() == sum(
         size for name, size in sizes.items() if name in {*CUDA, "nvidia-nvtx"}
     )
+
+
+def test_another_package_with_a_folder_named_as_ours_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(tmp_path, {"penstock": 1, "torch": 1, "engine": 1, "sloppy": 1, "engines": 1})
+    owned = {"penstock": "engine\ntui\n", "engine": "engine\n", "sloppy": "sloppy\nmigrations\n"}
+    for name, folders in owned.items():
+        (tmp_path / f"{name}-1.dist-info" / "top_level.txt").write_text(folders)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert sharing() == ["engine", "sloppy"]
+    found = packages(has_gpus=True)
+    assert found.verdict == "note"
+    assert found.hint
 
 
 def test_a_missing_package_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
