@@ -18,6 +18,7 @@ from pathlib import Path
 from tests.release.fitness import commit_of, git, version_of
 
 MACHINES = ("x86_64", "aarch64")
+ROOT = Path(__file__).parents[2]
 TOOLS = Path(__file__).with_name("tools.txt")
 SBOM = "penstock.cdx.json"
 ABSOLUTE = re.compile(rb"(?<![\w./])/(?:home|root|tmp|usr|opt|work|build|var|mnt)/[\w.+/-]+")
@@ -68,8 +69,8 @@ class Builder:
             raise Unfit(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
         return done.stdout + done.stderr
 
-    def build(self, folder: Path) -> dict[str, str]:
-        """Make every package in FOLDER/dist; return their names with their hashes."""
+    def build(self, folder: Path) -> None:
+        """Make every package in FOLDER/dist."""
         dist = folder / "dist"
         dist.mkdir(parents=True)
         source = folder / "commit"
@@ -82,9 +83,6 @@ class Builder:
         sdist = self.build_sdist(source, dist)
         for machine in MACHINES:
             check_wheel(self.build_wheel(folder / machine, machine, sdist, dist), machine)
-        sums = {each.name: sha256(each) for each in sorted(dist.iterdir())}
-        (dist / "SHA256SUMS").write_text("".join(f"{h}  {name}\n" for name, h in sums.items()))
-        return sums
 
     def write_sbom(self, source: Path, path: Path) -> None:
         """List the dependencies with their hashes, as constraints.txt has them."""
@@ -123,7 +121,7 @@ class Builder:
         self.run(
             source,
             *("pyproject-build", "--no-isolation", "--wheel", "-o", str(made)),
-            CC=f"{machine}-linux-gnu-gcc",
+            CC=compiler(machine),
             _PYTHON_HOST_PLATFORM=f"linux-{machine}",
             PENSTOCK_BUILD_KERNELS="all",
         )
@@ -146,19 +144,26 @@ class Builder:
         return wheel
 
 
+def compiler(machine: str) -> str:
+    """The C compiler for a machine, as Debian names it."""
+    return f"{machine}-linux-gnu-gcc"
+
+
+def levels(machine: str) -> list[str]:
+    """The levels of kernels in a machine's wheel."""
+    of_x86 = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["X86_LEVELS"]
+    return ["portable", *(of_x86 if machine == "x86_64" else ())]
+
+
 def check_wheel(wheel: Path, machine: str) -> None:
     """Look whether all levels, licence and components are in a wheel, and nothing that is not."""
-    root = Path(__file__).parents[2]
-    levels = {"portable"}
-    if machine == "x86_64":
-        levels |= runpy.run_path(str(root / "setup.py"), run_name="setup")["X86_LEVELS"].keys()
-    prefix = f"penstock-{version_of(root)}"
+    prefix = f"penstock-{version_of(ROOT)}"
     if not wheel.name.startswith(f"{prefix}-cp311-abi3-manylinux"):
         raise Unfit(f"{wheel.name} has other tags")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         kernels = {name for name in names if name.endswith(".so")}
-        wanted = {f"engine/kernels/_{level}.abi3.so" for level in levels}
+        wanted = {f"engine/kernels/_{level}.abi3.so" for level in levels(machine)}
         wanted |= {f"{prefix}.dist-info/{each}" for each in (f"sboms/{SBOM}", "licenses/LICENSE")}
         if (missing := wanted - names) or kernels - wanted:
             raise Unfit(f"{wheel.name} lacks {missing}, or has more than {wanted}")

@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.release.__main__ import try_commit
-from tests.release.fitness import faults_of_suite, faults_of_tree, git
+import tests.release.__main__ as release
+from tests.release.__main__ import PARTS, try_commit
+from tests.release.fitness import (
+    MAY_BE_SKIPPED,
+    counts,
+    faults_of_suite,
+    faults_of_tree,
+    git,
+)
+from tests.release.machine import faults_of_machine
 
+TESTS = Path(__file__).parents[1]
 PASSED = '<testcase classname="a" name="passes"/>'
 RESULTS = "<testsuites><testsuite>{}</testsuite></testsuites>"
 
@@ -69,6 +78,7 @@ def case(result: str) -> str:
         '<error message="in its fixture"/>',
         '<skipped type="pytest.skip" message="no gcc"/>',
         '<skipped message="not built: install with PENSTOCK_BUILD_KERNELS=all"/>',
+        '<skipped message="none of a GPU and a compiler"/>',
     ],
 )
 def test_a_test_that_failed_or_was_skipped_without_leave_is_a_fault(tmp_path, result) -> None:
@@ -82,7 +92,7 @@ def test_tests_for_gpus_may_be_skipped(tmp_path: Path) -> None:
 
 def test_a_suite_in_which_nothing_passed_is_a_fault(tmp_path: Path) -> None:
     assert len(list(faults_of_suite(tmp_path / "missing.xml"))) == 1
-    assert len(results(tmp_path, case('<skipped message="no CUDA"/>'))) == 1
+    assert len(results(tmp_path, case('<skipped message="no CUDA device"/>'))) == 1
 
 
 def test_the_command_refuses_before_it_does_anything(tree: Path) -> None:
@@ -90,8 +100,10 @@ def test_the_command_refuses_before_it_does_anything(tree: Path) -> None:
     (tree / "tests").mkdir()
     source = Path(__file__).parent
     (tree / "tests/release").mkdir()
-    for path in source.glob("*.*"):
-        (tree / "tests/release" / path.name).write_bytes(path.read_bytes())
+    (tree / "tests/worlds").mkdir()
+    needed = [f"release/{path.name}" for path in source.glob("*.*")]
+    for name in (*needed, "booted_machine.py", "worlds/browser.py"):
+        (tree / "tests" / name).write_bytes((source.parent / name).read_bytes())
     command = [sys.executable, "-m", "tests.release", str(tree / "out")]
     ended = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
@@ -122,3 +134,58 @@ def test_the_suite_of_the_clone_decides(tree: Path, tmp_path_factory, result, co
         with pytest.raises(SystemExit) as ended:
             try_commit(tree, told)
         assert ended.value.code != 0
+
+
+def test_every_reason_that_excuses_a_skip_is_one_that_a_test_gives() -> None:
+    files = [path for path in TESTS.rglob("*.py") if "release" not in path.parts[-2:]]
+    texts = [path.read_text() for path in files]
+    assert [part for part in MAY_BE_SKIPPED if not any(part in text for text in texts)] == []
+
+
+def test_passed_and_skipped_tests_are_counted(tmp_path: Path) -> None:
+    assert results(tmp_path, PASSED, PASSED, case('<skipped message="no CUDA device"/>')) == []
+    assert counts(tmp_path / "results.xml") == "2 passed, 1 skipped"
+
+
+@pytest.fixture
+def folder(tree: Path, tmp_path_factory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a clone of the tree, and builds that are equal."""
+    folder = tmp_path_factory.mktemp("release")
+    monkeypatch.setattr(release, "ROOT", tree)
+    monkeypatch.setattr(release, "faults_of_machine", lambda folder: iter(()))
+    for name in ("first", "the-second"):
+        (folder / name / "dist").mkdir(parents=True)
+        (folder / name / "dist" / "toy.whl").write_text("the same")
+    git(tree, "clone", "-q", str(tree), str(folder / "clone"))
+    return folder
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["release", *map(str, arguments)])
+    release.main()
+
+
+def test_packages_are_put_once_every_part_is_done_and_no_part_is_done_twice(
+    folder: Path, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    for part in ("tree", "build", "suite"):
+        monkeypatch.setitem(PARTS, part, lambda folder, part=part: done.append(part) or part)
+    run(monkeypatch, folder, "tree")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, folder, "sums")
+    assert not (folder / "dist").exists()
+    run(monkeypatch, folder)
+    assert done == ["tree", "build", "suite"]
+    assert "toy.whl" in (folder / "dist/SHA256SUMS").read_text()
+    (folder / "the-second/dist/toy.whl").write_text("another")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, folder, "sums")
+    commit(tree)
+    with pytest.raises(SystemExit) as refused:
+        run(monkeypatch, folder)
+    assert "another commit" in str(refused.value)
+
+
+def test_a_folder_that_a_booted_machine_does_not_see_is_refused_at_once() -> None:
+    assert any("/tmp/release" in fault for fault in faults_of_machine(Path("/tmp/release")))
