@@ -113,6 +113,8 @@ class Situation:
     """Prompt tokens found computed, by worker."""
     closed: frozenset[PredictionKind] = frozenset()
     """Routes that turned out far worse than predicted, and have not been measured since."""
+    waited_ms: float = 0.0
+    """The part of its TTFT that is over; no route changes it."""
 
     @property
     def is_quiet(self) -> bool:
@@ -219,16 +221,17 @@ def choose(situation: Situation, predict: Predict) -> PairChoice:
     ]
     if trusted == [static]:
         if len(forecasts) > 1:
-            return alone or _choice(static, "wary", f"; {_WARY}")
-        return alone or _short_choice(situation) or _choice(static, "unknown", f"; {_UNKNOWN}")
+            return alone or _choice(situation, static, "wary", f"; {_WARY}")
+        short = alone or _short_choice(situation)
+        return short or _choice(situation, static, "unknown", f"; {_UNKNOWN}")
     trusted = [f for f in trusted if not f.delays_streams] or trusted
     if lone := [f for f in trusted if f.pair == home]:
-        return _choice(lone[0], "alone", f"; {_ALONE}")
+        return _choice(situation, lone[0], "alone", f"; {_ALONE}")
     best = min(trusted, key=_key)
     kept = [f for f in trusted if f.pair.route == situation.last and _is_as_good(f, best)]
     if kept and not situation.is_quiet and situation.last != best.pair.route:
-        return _choice(min(kept, key=_key), "kept")
-    return _choice(best, "cheapest" if best.miss <= 1 else "closest")
+        return _choice(situation, min(kept, key=_key), "kept")
+    return _choice(situation, best, "cheapest" if best.miss <= 1 else "closest")
 
 
 def only(pair: Pair) -> PairChoice:
@@ -265,8 +268,9 @@ def _is_as_good(forecast: Forecast, best: Forecast) -> bool:
     return best_miss > 1 or cost_ms <= best_cost_ms * KEEP_RATIO
 
 
-def _choice(forecast: Forecast, reason: str, why: str = "") -> PairChoice:
-    about = f"predicted TTFT {forecast.ttft_ms:.0f} ms, longest ITL {forecast.max_itl_ms:.1f} ms"
+def _choice(situation: Situation, forecast: Forecast, reason: str, why: str = "") -> PairChoice:
+    ttft_ms = situation.waited_ms + forecast.ttft_ms
+    about = f"predicted TTFT {ttft_ms:.0f} ms, longest ITL {forecast.max_itl_ms:.1f} ms"
     about += (
         f", {forecast.itl_ms:.1f} ms after{why}" if forecast.itl_ms > forecast.max_itl_ms else why
     )

@@ -66,6 +66,7 @@ class _OpenPrompt:
     forecast: Forecast
     num_tokens: int
     placed_ns: int
+    waited_ms: float
     num_computed: int = 0
     num_steps: int = 0
     judged_ms: float = 0.0
@@ -101,6 +102,7 @@ class Outcomes:
         forecast: Forecast,
         *,
         num_tokens: int,
+        waited_ms: float,
         at_ns: int,
     ) -> None:
         """Begin to judge a placed prompt.
@@ -109,9 +111,10 @@ class Outcomes:
             seq_id: of its sequence.
             forecast: by which it was placed.
             num_tokens: of the prompt.
+            waited_ms: from its arrival until now.
             at_ns: now, by the clock of the workers' steps.
         """
-        self._open[seq_id] = _OpenPrompt(forecast, num_tokens, at_ns)
+        self._open[seq_id] = _OpenPrompt(forecast, num_tokens, at_ns, waited_ms)
 
     def forget(self, seq_id: int) -> None:
         """Stop judging a prompt that ended, or whose worker died."""
@@ -159,7 +162,7 @@ class Outcomes:
                 self.forget(seq_id)
             return None
         self.forget(seq_id)
-        took_ms = (step.ended_ns - prompt.placed_ns) / 1e6
+        took_ms = prompt.waited_ms + (step.ended_ns - prompt.placed_ns) / 1e6
         itl = f" and ITL {max_itl_ms:.1f} ms" if prompt.itls_ms else ""
         is_miss = self._judge(prompt, yields)
         about = f"; took {took_ms:.0f} ms{itl}"

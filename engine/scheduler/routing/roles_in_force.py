@@ -243,6 +243,7 @@ class Roles:
             last=self._last,
             closed=self.outcomes.closed(),
             num_cached={w.name: hits[w.pool] for w in self.topology.workers if w.pool in hits},
+            waited_ms=_waited_ms(sequence, now_ns),
         )
         return choose(situation, self._predict_ms)
 
@@ -251,9 +252,12 @@ class Roles:
         self._last = choice.pair.route
         self.counts[f"{choice.pair.route} {choice.reason}"] += 1
         if choice.forecast is not None:
-            num_tokens = sequence.num_uncached_tokens
             self.outcomes.begin(
-                sequence.seq_id, choice.forecast, num_tokens=num_tokens, at_ns=now_ns
+                sequence.seq_id,
+                choice.forecast,
+                num_tokens=sequence.num_uncached_tokens,
+                waited_ms=_waited_ms(sequence, now_ns),
+                at_ns=now_ns,
             )
 
     def chunk_beside(
@@ -429,6 +433,12 @@ class Roles:
             for pair, link in links.items()
         }
         return {pair: copy_ms for pair, copy_ms in known.items() if copy_ms is not None}
+
+
+def _waited_ms(sequence: Sequence, now_ns: int) -> float:
+    """Compute the part of a sequence's TTFT that is over; 0 once it has a token."""
+    stamps = sequence.stamps
+    return 0.0 if stamps.first_token_ns is not None else (now_ns - stamps.arrived_ns) / 1e6
 
 
 class _RecentBatch:

@@ -22,11 +22,12 @@ class Judged:
         self.outcomes = Outcomes(lambda kind: self.num_measured)
         self.now_ns = 0
 
-    def begin(self, kind, seq_id=1):
+    def begin(self, kind, seq_id=1, waited_ms=0.0):
         self.outcomes.begin(
             seq_id,
             Forecast(kind, 50.0, 40.0, 10.0, 11.0, 1.0, 1.0, promise_ms=12.0),
             num_tokens=400,
+            waited_ms=waited_ms,
             at_ns=self.now_ns,
         )
 
@@ -127,6 +128,13 @@ def test_on_other_cores_than_presumed_nothing_is_judged(judged):
     outcome = judged.prompt(ALONE, 100, num_cores=1)
     assert outcome.about == "; took 400 ms"
     assert judged.outcomes.records[ALONE].num_judged == 0
+
+
+def test_what_it_took_has_the_wait_before_it_and_no_route_is_blamed_for_that(judged):
+    judged.begin(BESIDE, waited_ms=2000.0)
+    (outcome,) = judged.step("decode", 40, 400, is_last=True)
+    assert outcome.about == "; took 2040 ms"
+    assert judged.outcomes.records[BESIDE].num_missed == 0
 
 
 def test_a_short_one_is_no_jitter_only_the_second_time(judged):

@@ -1,5 +1,7 @@
 """Roles in force, what routes they give, which worker has which cores."""
 
+import re
+
 import pytest
 
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
@@ -307,3 +309,15 @@ def test_a_forecast_that_is_far_off_closes_its_way_until_steps_of_its_size_are_m
     for _ in range(3):
         learned.steps("decode", num_prefill_tokens=200, ms=200, batch=0)
     assert not learned.roles.outcomes.closed()
+
+
+def test_a_predicted_ttft_has_the_wait_that_is_over_until_there_is_a_token(learned):
+    now_ns = int(learned.now_s * 1e9)
+    prompts = [sequence() for _ in range(3)]
+    prompts[0].stamps = Stamps(now_ns)
+    prompts[1].stamps = Stamps(now_ns - 2_000_000_000)
+    prompts[2].stamps = Stamps(0, first_token_ns=1)
+    told = [learned.route(each, DECODING).about for each in prompts]
+    new_ms, late_ms, back_ms = (int(re.search(r"TTFT (\d+) ms", each)[1]) for each in told)
+    assert new_ms > 0
+    assert (late_ms, back_ms) == (new_ms + 2000, new_ms)
