@@ -71,6 +71,8 @@ def _run_console(options: argparse.Namespace, *, is_ascii: bool) -> int:
 
     console = Console(options.socket, is_ascii=is_ascii, is_read_only=options.read_only)
     _set_missing_size()
+    sys.stderr.write("\r\x1b[2K")  # `penstock top` has said that it starts
+    sys.stderr.flush()
     console.run(mouse=not options.no_mouse)
     return console.return_code or 0
 

@@ -25,6 +25,9 @@ from engine.errors import UsageError
 from engine.printable import printable
 from engine.system.python_child import become_python
 
+STARTING = "penstock: starting the console"
+"""A line without an end, which the console erases before it draws."""
+
 
 class State(StrEnum):
     """The phases of a request."""
@@ -133,6 +136,9 @@ def top(
     address = terminal.address(host)
     if isinstance(address, UnixAddress):
         path = os.fspath(address.path)
+        if not (once or as_lines) and terminal.has_screen() and sys.stderr.isatty():
+            sys.stderr.write(STARTING)  # its modules take a second, on a busy machine several
+            sys.stderr.flush()
         become_python("-m", "tui", "--socket", path, *flags)
     if isinstance(address, SshAddress):  # the console runs there, on this terminal
         options = ("-t",) if sys.stdout.isatty() else ("-T",)
