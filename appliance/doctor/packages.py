@@ -12,7 +12,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _OF_CUDA = re.compile(r"(nvidia|cuda)[-_](?!ml[-_])|triton$", re.I)
 _MIN_BYTES = 1 << 30
 _OURS = ("appliance", "engine", "migrations", "tui")
-"""Folders that a wheel puts beside those of other packages."""
+"""Folders of a wheel, beside which other packages have their own."""
 
 
 def packages(*, has_gpus: bool) -> Finding:
