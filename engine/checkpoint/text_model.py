@@ -100,6 +100,8 @@ class TextModelConfig:
     prompts: Mapping[str, str]
     tensors: Mapping[str, TensorInfo]
     """The tensors by name, without the family's prefixes; optional ones may be absent."""
+    default_prompt: str | None = None
+    """The name of the prompt of texts for which none is named."""
 
     @property
     def num_dimensions(self) -> int:
@@ -218,6 +220,7 @@ def _shape(keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules) ->
         first = padding + 1
     scale_of = head_dim if family.scale_key is None else keys.number(family.scale_key)
     longest = positions - first
+    limit = modules.max_tokens or _tokenizer_limit(modules.base)
     return TextModelConfig(
         folder=modules.base,
         kind=kind,
@@ -231,7 +234,7 @@ def _shape(keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules) ->
         activation=activation,
         eps=keys.number(*family.eps),
         scale=scale_of**-0.5,
-        max_tokens=min(longest, modules.max_tokens or longest),
+        max_tokens=min(longest, limit or longest),
         first_position=first,
         num_token_types=_num_token_types(keys, family),
         layers=_layers(keys, family, head_dim),
@@ -242,6 +245,7 @@ def _shape(keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules) ->
         lowers_case=modules.lowers_case,
         prompts=modules.prompts,
         tensors={},
+        default_prompt=modules.default_prompt,
     )
 
 
@@ -306,6 +310,7 @@ class _Modules:
     max_tokens: int | None = None
     lowers_case: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
     dense: tuple[str, ...] = ()
     """The folders of the head's products."""
     gguf: GgufModel | None = None
@@ -329,7 +334,8 @@ class _Modules:
         where = folder / "modules.json"
         if not os.path.lexists(where):
             return cls(folder, folder)
-        found = cls(folder, folder, prompts=_prompts(folder))
+        prompts, default_prompt = _prompts(folder)
+        found = cls(folder, folder, prompts=prompts, default_prompt=default_prompt)
         for kind, path in _listed(where):
             match kind:
                 case "Transformer":
@@ -365,6 +371,15 @@ def _listed(where: Path) -> Iterator[tuple[str, str]]:
         yield kind.rpartition(".")[2], str(path)
 
 
+def _tokenizer_limit(base: Path) -> int | None:
+    """Read the longest text that a model's tokenizer makes; None: it has no limit."""
+    where = base / "tokenizer_config.json"
+    if not os.path.lexists(where):
+        return None
+    most = JsonKeys.from_file(where).get("model_max_length", None)
+    return most if type(most) is int and most > 0 else None
+
+
 def _limits(base: Path) -> tuple[int | None, bool]:
     """Read how long a text may be, and whether it is put in lower case."""
     where = base / "sentence_bert_config.json"
@@ -376,17 +391,21 @@ def _limits(base: Path) -> tuple[int | None, bool]:
     return most, keys.flag("do_lower_case", False)
 
 
-def _prompts(folder: Path) -> dict[str, str]:
+def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    """Read the prompts by name, and the name of the one that is put before texts unasked."""
     where = folder / "config_sentence_transformers.json"
     if not os.path.lexists(where):
-        return {}
+        return {}, None
     keys = JsonKeys.from_file(where)
     found: dict[str, Any] = keys.section("prompts").values
     if not all(isinstance(text, str) for text in found.values()):
         raise keys.bad("prompts", "a text for each name")
     if sum(map(len, (*found, *found.values()))) > MAX_PROMPT_CHARS:
         raise keys.bad("prompts", f"at most {MAX_PROMPT_CHARS} characters")
-    return found
+    default = keys.get("default_prompt_name", None)
+    if default is not None and not (isinstance(default, str) and default in found):
+        raise keys.bad("default_prompt_name", "the name of a prompt")
+    return found, default
 
 
 def _pooling(folder: Path) -> tuple[str, ...]:

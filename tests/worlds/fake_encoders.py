@@ -33,6 +33,7 @@ class FakeEncoder:
         self.max_tokens = max_tokens
         self.num_dimensions = DIMENSIONS if kind == "embedding" else None
         self.prompts = {"query": "query: "} if kind == "embedding" else {}
+        self.default_prompt: str | None = None
         self.gate = asyncio.Event()
         """Nothing is computed until it is set."""
         self.gate.set()

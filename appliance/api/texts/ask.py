@@ -180,8 +180,13 @@ def read_dimensions(asked: int | None, encoder: TextEncoder) -> int | None:
 
 
 def read_prompt(name: str | None, encoder: TextEncoder) -> str:
-    """Find the text that the model's makers put before texts of some use."""
-    if name is None:
+    """Find the text that the model's makers put before texts of some use.
+
+    Args:
+        name: empty: none; None: the one that they put before all others.
+    """
+    name = encoder.default_prompt if name is None else name
+    if not name:
         return ""
     if name not in encoder.prompts:
         known = ", ".join(f"`{one}`" for one in encoder.prompts)

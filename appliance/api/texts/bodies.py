@@ -115,7 +115,8 @@ def ollama_embed(body: Json, encoder: TextEncoder) -> tuple[TextAsk, Write]:
     dimensions = read_dimensions(asked.dimensions or None, encoder)
     inputs = asked.input if isinstance(asked.input, list) else [asked.input] if asked.input else []
     cut = None if asked.truncate is False else TO_THE_END
-    texts = tokenize_texts(encoder, inputs, "input", cut=cut)
+    prompt = read_prompt(None, encoder)
+    texts = tokenize_texts(encoder, inputs, "input", cut=cut, prompt=prompt)
 
     def write(computed: Sequence[array[float]], request: TextRequest) -> Json:
         vectors = [replies.vector_of(one, dimensions, is_unit=True) for one in computed]
@@ -129,7 +130,8 @@ def ollama_embeddings(body: Json, encoder: TextEncoder) -> tuple[TextAsk, Write]
     """Read a body of Ollama's older /api/embeddings, which takes one text."""
     asked = check(body, fields.OllamaEmbeddingsRequest)
     prompts = [asked.prompt] if asked.prompt else []
-    texts = tokenize_texts(encoder, prompts, "prompt", cut=TO_THE_END)
+    before = read_prompt(None, encoder)
+    texts = tokenize_texts(encoder, prompts, "prompt", cut=TO_THE_END, prompt=before)
 
     def write(computed: Sequence[array[float]], request: TextRequest) -> Json:
         return {"embedding": replies.numbers(computed[0]) if computed else []}

@@ -33,6 +33,10 @@ class TextEncoder(Protocol):
     def prompts(self) -> Mapping[str, str]:
         """Texts to put before a text, by the names that sentence-transformers knows them by."""
 
+    @property
+    def default_prompt(self) -> str | None:
+        """The name of the prompt of texts for which none is named; None: they have none."""
+
     def tokenize(self, text: str) -> list[int]:
         """Encode a text, with the model's special tokens."""
 

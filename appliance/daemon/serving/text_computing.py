@@ -231,6 +231,7 @@ class _Encoder:
         self.max_tokens = self._config.max_tokens
         self.num_dimensions = self._config.num_dimensions if self.kind == "embedding" else None
         self.prompts = self._config.prompts
+        self.default_prompt = self._config.default_prompt
 
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text.lower() if self._config.lowers_case else text)

@@ -105,6 +105,20 @@ async def test_a_prompt_by_name_stands_before_each_text(client, embedder):
     assert error["param"] == "prompt_name"
 
 
+async def test_the_makers_default_prompt_stands_before_texts_unless_none_is_asked(client, embedder):
+    embedder.default_prompt = "query"
+    bodies = {
+        "/v1/embeddings": {"input": "a"},
+        "/api/embed": {"input": "a"},
+        "/api/embeddings": {"prompt": "a"},
+    }
+    for path, body in bodies.items():
+        await posted(client, path, body)
+        assert embedder.asked[-1][1] == [embedder.tokenize("query: a")]
+    await posted(client, "/v1/embeddings", {"input": "a", "prompt_name": ""})
+    assert embedder.asked[-1][1] == [embedder.tokenize("a")]
+
+
 async def test_a_text_longer_than_the_model_is_refused_or_cut(client, appliance, embedder):
     long = {"input": ["short", "x" * 100]}
     error = await error_of(client, "/v1/embeddings", long)

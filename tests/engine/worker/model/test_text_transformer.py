@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from engine.checkpoint.text_model import TextModelConfig
 from engine.errors import CheckpointError
 from engine.wire.messages import ComputeTexts, TextModelSpec
 from engine.worker import text_models
@@ -222,6 +223,29 @@ def test_older_files_say_each_mode_of_pooling_and_several_lie_side_by_side(tmp_p
     assert model.config.max_tokens == 64
     assert model.config.prompts == {"query": "query: ", "document": ""}
     assert error(computed(model, [a_text(20)])[0], wanted) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("stated", "served"), [(100, 100), (int(1e30), 512), (9000, 512), (None, 512)]
+)
+def test_a_tokenizers_limit_holds_where_no_module_has_one(stated, served, tmp_path):
+    for kind in ("embedding", "rerank"):
+        folder = make_text_checkpoint(tmp_path / kind, "bert", kind, num_hidden_layers=1)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": stated}))
+        assert TextModelConfig.from_folder(folder, kind).max_tokens == served
+
+
+@pytest.mark.parametrize(("named", "is_served"), [("query", True), (None, True), ("other", False)])
+def test_the_default_prompt_is_one_of_the_prompts(named, is_served, tmp_path):
+    folder = make_text_checkpoint(tmp_path / "it", "bert", num_hidden_layers=1)
+    add_modules(folder)
+    prompts = {"prompts": {"query": "query: "}, "default_prompt_name": named}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    if is_served:
+        assert TextModelConfig.from_folder(folder, "embedding").default_prompt == named
+    else:
+        with pytest.raises(CheckpointError):
+            TextModelConfig.from_folder(folder, "embedding")
 
 
 @pytest.mark.parametrize(
