@@ -395,9 +395,20 @@ class Console(App[None]):
         """Show the stages of the selected request."""
         request = self.selected
         if not self._refuses("detail") and request is not None:
-            caller = self.view.caller
-            may_cancel = caller is not None and caller.may_cancel(request)
-            self.push_screen(Detail(request, is_ascii=self._is_ascii, may_cancel=may_cancel))
+            self._open(request)
+
+    def action_look(self, request_id: str) -> None:
+        """Show the stages of a request, live or ended."""
+        live = self.view.frame.requests if self.view.frame else []
+        known = {request.id: request for request in (*self.view.finished, *live)}
+        if request_id in known:
+            self._open(known[request_id])
+
+    def _open(self, request: RequestFrame) -> None:
+        caller = self.view.caller
+        is_selected = self.selected is not None and self.selected.id == request.id
+        may_cancel = is_selected and caller is not None and caller.may_cancel(request)
+        self.push_screen(Detail(request, is_ascii=self._is_ascii, may_cancel=may_cancel))
 
     def _update_detail(self, frame: Frame) -> None:
         dialog = self.screen_stack[-1] if self.screen_stack else None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+from textual.events import MouseScrollDown
 
 from tests.tui import frames
 from tests.tui.daemon import FakeDaemon
@@ -94,11 +97,43 @@ async def test_an_option_is_taken_by_a_click(busy):
         assert "EXPLAIN overview" in grid(console)
 
 
+async def test_the_wheel_moves_through_options(busy):
+    async with console_at(80, 24, busy) as (console, pilot):
+        await pilot.press("colon")
+        await pilot.pause()
+        assert "7 " not in grid(console).splitlines()[-2]
+        for _ in range(21):
+            console.screen.post_message(wheel(console.screen))
+        await pilot.pause()
+        assert "key 7" in grid(console)
+
+
+def wheel(widget):
+    return MouseScrollDown(widget, 1, 1, 0, 0, 0, False, False, False)
+
+
+async def test_a_click_on_a_bar_of_the_timeline_shows_its_request_live_or_ended(busy):
+    ended = frames.minute()
+    view = dataclasses.replace(busy, finished=ended)
+    async with console_at(200, 50, view) as (console, pilot):
+        await pilot.press("4")
+        await pilot.pause()
+        for request in (busy.frame.requests[0], ended[3]):
+            await click(console, pilot, request.id[5:13])
+            assert isinstance(console.screen, Detail)
+            assert console.screen.request.id == request.id
+            await pilot.press("escape")
+            await pilot.pause()
+
+
 async def test_names_of_strangers_are_no_actions():
-    hostile = "@click=app.quit"
-    view = frames.view_of(
-        frames.busy(requests=[frames.request(1, id=f"cmpl-{hostile}", user=hostile)])
-    )
+    hostile = "a');quit('b"
+    request = frames.request(1, id=hostile, user="@click=app.quit", age_ms=20_000.0)
+    view = frames.view_of(frames.busy(requests=[request]))
     async with console_at(120, 40, view) as (console, pilot):
         await click(console, pilot, hostile[:8])
+        await pilot.press("4")
+        await pilot.pause()
+        await click(console, pilot, hostile[:8])
+        assert console.screen is console.main
         assert console.is_running

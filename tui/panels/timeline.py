@@ -7,6 +7,7 @@ Never: guesses a time or a worker; what has none is left out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -32,6 +33,8 @@ _LABEL_FROM = 11
 _TOKENS_FROM = 22
 """Minimum cells of a bar that has the number of its tokens, too."""
 _TICKS = 4
+_PLAIN_ID = re.compile(r"[\w-]+", re.ASCII)
+"""Ids that can stand in an action; one that can not has no click."""
 
 
 class Stretch(NamedTuple):
@@ -176,7 +179,9 @@ def _row(bars: Sequence[_Bar], width: int) -> Line:
             number = request.prompt_tokens if is_prompt else request.output_tokens
             label += f"{fig.short_count(number)} tok "
         bar_cells = num_cells - 1 - cell_len(label)
-        line += [Run(cell, tone), Run(label, Tone.STRONG), Run(cell * bar_cells, tone)]
+        click = f"app.look('{request.id}')" if _PLAIN_ID.fullmatch(request.id) else ""
+        line += [Run(cell, tone, click), Run(label, Tone.STRONG, click)]
+        line.append(Run(cell * bar_cells, tone, click))
         end = bar.end
     return line
 

@@ -267,6 +267,14 @@ class Choose(Dialog):
         self._cursor = max(0, min(self._cursor + num_rows, len(self._matches) - 1))
         self.repaint()
 
+    def on_mouse_scroll_down(self) -> None:
+        """Move the cursor down by an option."""
+        self.action_move(1)
+
+    def on_mouse_scroll_up(self) -> None:
+        """Move the cursor up by an option."""
+        self.action_move(-1)
+
     def on_input_changed(self, event: Input.Changed) -> None:
         """Match the options again."""
         self._text, self._cursor = event.value, 0
