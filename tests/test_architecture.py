@@ -286,6 +286,8 @@ READS_BY_HAND = {
     "appliance/doctor/gpu_checks.py": "/proc",
     "appliance/doctor/ports.py": "/proc",
     "appliance/fleet/cgroup_limits.py": "/sys",
+    "appliance/fleet/weights_file.py": "/proc",
+    "appliance/observe/telemetry/offload_readings.py": "/proc",
     "appliance/fleet/placement.py": "/sys",
     "appliance/fleet/scopes.py": "/proc, and libraries of ours",
     "appliance/http/access.py": "/proc",

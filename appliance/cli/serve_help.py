@@ -17,7 +17,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Model": (
         *("embedding_model", "rerank_model", "dtype", "kv_dtype", "exact", "speculate"),
-        *("default_max_tokens", "model_aliases"),
+        *("offload_weights", "default_max_tokens", "model_aliases"),
         *("tool_parser", "reasoning_parser", "min_stay", "keep_resident", "keep_alive"),
     ),
     "Workers and devices": (

@@ -5,9 +5,12 @@ Never: judges a figure.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from appliance.cli.fact_pages import roles_text
 from appliance.cli.tables import Row, folded, painted
 from appliance.observe.frame.figures import (
+    bytes_per_s,
     clock,
     count,
     duration,
@@ -48,6 +51,8 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
     if frame.get("limit"):
         lines.append(("limit", str(frame["limit"])))
     lines += [("worker", _worker_text(worker)) for worker in frame.get("workers") or ()]
+    if frame.get("offload"):
+        lines.append(("disk", _offload_text(frame["offload"], frame.get("workers") or ())))
     lines += [("tuning", trial) for trial in frame.get("trials") or ()]
     if frame.get("kv"):
         lines += _note_lines("kv", "KV is ", frame["kv"])
@@ -161,6 +166,18 @@ def _worker_text(worker: Row) -> str:
         f" decode {tokens_per_s(worker.get('decode_tokens_per_s'))},"
         f" {things(worker.get('num_restarts'), 'restart')}"
     )
+
+
+def _offload_text(offload: Row, workers: Iterable[Row]) -> str:
+    """Say how many bytes of weights steps read from disk, and how workers wait for them."""
+    disk, whole = size(offload.get("disk_bytes")), size(offload.get("weights_bytes"))
+    waits = "".join(
+        f"; {printable(each.get('name'))} waits {fine_ratio(each.get('disk_wait_ratio'))} of its"
+        f" time, reads {bytes_per_s(each.get('disk_bytes_per_s'))}"
+        for each in workers
+    )
+    held = size(offload.get("resident_bytes"))
+    return f"each step reads {disk} of {whole} of weights, {held} are in memory{waits}"
 
 
 def _lent_text(worker: Row) -> str:

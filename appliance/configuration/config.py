@@ -48,6 +48,7 @@ class ServeConfig:
     rerank_model: Path | HubName | None = None
     dtype: str = "auto"
     weights: str = "stored"
+    offload_weights: int | str = "auto"
     kv_dtype: str = "auto"
     exact: str = "auto"
     speculate: int | str = "auto"

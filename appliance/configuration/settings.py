@@ -74,6 +74,11 @@ SETTINGS: Mapping[str, Setting] = {
         "weights in memory: stored keeps the checkpoint's form; q8 and q4 quantise to 8 or 4 bits; "
         "int8 is W8A8",
     ),
+    "offload_weights": Setting(
+        a_size_or("auto"),
+        "weights that stay on disk, read in each step (CPUs only), e.g. 20GiB; auto: what does not "
+        "fit in memory",
+    ),
     "kv_dtype": Setting(
         one_of("auto", INT8_KV),
         "dtype of the KV cache: auto is the serving dtype; int8 holds about twice the tokens (CPUs "

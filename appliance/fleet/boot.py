@@ -36,6 +36,8 @@ from appliance.fleet.placer import Placer, this_inventory
 from appliance.fleet.profile_store import Known
 from appliance.fleet.scopes import devices_name, gpus_name, machine_scope, model_scope
 from appliance.fleet.text_models import LoadedTexts, TextModel, load_texts, read_text_models
+from appliance.fleet.weights_file import WeightsFile, folder_of
+from appliance.fleet.weights_offload import Offload, share_memory
 from appliance.fleet.weights_plan import (
     WeightsPlan,
     check_weights,
@@ -114,9 +116,15 @@ class BootPlan:
     """Step sizes to choose from for prompts, the default first."""
     texts: tuple[LoadedTexts, ...] = ()
     """Models of whole texts that the prefill workers hold, too."""
+    offload: Offload | None = None
+    """Weights that stay on disk; None: all are in memory."""
+    weights_file: WeightsFile | None = None
+    """Where these are packed; None: they are mapped from the model's files, or in memory."""
 
     def close(self) -> None:
         """Close the shared memory; the workers have ended or never began."""
+        if self.weights_file is not None:
+            self.weights_file.give_up()
         if self.kept_pools is not None:
             self.kept_pools.close()
         for fd in self.inherited_fds:
@@ -174,6 +182,9 @@ class PlacedModel(NamedTuple):
     """What the operator should know of the placement."""
     free_bytes: int
     """The free memory that it was placed by."""
+    weights: WeightsPlan
+    offload: Offload | None
+    """Weights that would stay on disk; None: none."""
     text_models: tuple[TextModel, ...] = ()
     """Models of whole texts beside it."""
 
@@ -233,14 +244,20 @@ def predict_place(
     dtype, placement = placed.dtype, placed.placement
     is_on_gpu = any(worker.gpu is not None for worker in placement.workers)
     check_weights(checkpoint, dtype, config.weights, is_on_gpu=is_on_gpu)
-    num_arena_blocks = _num_arena_blocks(config, placement, memory, inventory.memory_bytes)
-    notes = [] if placed.about is None else [placed.about]
+    num_arena_blocks = _num_arena_blocks(config, placement, memory, room_bytes)
+    weights = plan_weights(checkpoint, dtype, config, placement)
+    if memory is None or memory.num_bytes < _dram_bytes(config):
+        room_bytes -= _dram_bytes(config) - (0 if memory is None else memory.num_bytes)
+    shares = share_memory(config, checkpoint, dtype, placement, weights, room_bytes)
+    if shares.kv_bytes is not None:
+        placement = placer.place_with(shares.kv_bytes, dtype)
+    notes = [*([] if placed.about is None else [placed.about]), *shares.notes]
     own_len, max_len = checkpoint.config.max_position_embeddings, placement.max_model_len
     wanted_len = config.max_model_len or own_len
     if max_len < wanted_len:
         limit = "model's maximum context" if max_len == own_len else "capacity of the KV pools"
         notes.append(f"Model length lowered from {wanted_len} to {max_len} tokens, the {limit}.")
-    about = tuple(notes), free_bytes, text_models
+    about = tuple(notes), free_bytes, weights, shares.offload, text_models
     return PlacedModel(model_id, checkpoint, dtype, placement, num_arena_blocks, *about)
 
 
@@ -271,9 +288,7 @@ def make_plan(
     """
     placed = placed or place(config, memory, kept_pools)
     model_id, checkpoint, dtype, placement, *_ = placed
-    weights = plan_weights(checkpoint, dtype, config, placement)
-    devices = devices_name(placement.workers, this_inventory().driver)
-    known = Known.of(config.state_dir, model_scope(machine_scope(), checkpoint, dtype, devices))
+    weights, known = placed.weights, _known(config, placed)
     placement, sizes, prompts_why = _with_prompt_steps(placement, checkpoint.config, known.profile)
     if placement.is_trial:  # before anything can fail
         known.profile.put(STARTED_TWO, [1.0])
@@ -281,8 +296,9 @@ def make_plan(
     arena, num_staging = (None, 0) if memory is None else _arena(memory, config, placement)
     if not config.prefix_cache or placement.windows.num_each:
         kept_pools = None
+    file = _weights_file(config, placed)
     pools, pool_fds = _pools(placement, kept_pools, placed.free_bytes)
-    workers, fds = _setups(config, checkpoint, dtype, placement, weights, pools, arena)
+    workers, fds = _setups(config, placed, placement, pools, arena, file)
     has_gpu = any(worker.gpu is not None for worker in placement.workers)
     texts = load_texts(placed.text_models, has_gpu=has_gpu)
     workers = _with_texts(workers, texts, placement.topology.playing(PREFILL))
@@ -312,7 +328,31 @@ def make_plan(
         known=known,
         step_sizes=sizes,
         texts=texts,
+        offload=placed.offload,
+        weights_file=file,
     )
+
+
+def _known(config: ServeConfig, placed: PlacedModel) -> Known:
+    """Read what was measured of a model on these devices."""
+    devices = devices_name(placed.placement.workers, this_inventory().driver)
+    if placed.offload is not None:  # its steps take another time
+        devices += f"; {placed.offload.disk_bytes} bytes of weights on disk"
+    scope = model_scope(machine_scope(), placed.checkpoint, placed.dtype, devices)
+    return Known.of(config.state_dir, scope)
+
+
+def _weights_file(config: ServeConfig, placed: PlacedModel) -> WeightsFile | None:
+    """Open or make the file of packed weights; None: they are in memory, or the model's files."""
+    layout, offload = placed.weights.layout, placed.offload
+    if offload is None or offload.identity is None or layout is None:
+        return None
+    folder = folder_of(config)
+    try:
+        return WeightsFile(folder, offload.identity, layout.num_bytes, config.log_keep_days)
+    except OSError as error:
+        what = f"cannot keep weights here: {error.strerror}"
+        raise ConfigError(what, where=str(folder), hint="choose another with --ssd-dir") from error
 
 
 def _with_prompt_steps(
@@ -355,20 +395,19 @@ def _pools(
 
 def _setups(
     config: ServeConfig,
-    checkpoint: Checkpoint,
-    dtype: str,
+    placed: PlacedModel,
     placement: Placement,
-    weights: WeightsPlan,
     specs: Mapping[str, PoolSpec],
     arena: PoolSpec | None,
+    file: WeightsFile | None,
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
     """Make one Setup per worker, and the memfds of headers, weights and arena that all inherit."""
-    topology = placement.topology
-    model_fd = memfd_of(checkpoint)
+    topology, weights, offload = placement.topology, placed.weights, placed.offload
+    specs_by_worker = _arenas(weights, placement, file)
+    how = placed.checkpoint, placed.dtype, placement
+    specs_by_worker |= _staged(*how, packing=weights.packing)
+    model_fd = memfd_of(placed.checkpoint)
     fds = [model_fd, *([] if arena is None or arena.fd is None else [arena.fd])]
-    specs_by_worker = _arenas(weights, placement) | _staged(
-        checkpoint, dtype, placement, packing=weights.packing
-    )
     fds += {spec.fd for spec in specs_by_worker.values()}
     decoding = topology.playing("decode")
     workers = []
@@ -376,9 +415,9 @@ def _setups(
         decodes = config.roles != "static" or plan.name in decoding
         setup = Setup(
             worker=plan.name,
-            model_dir=str(checkpoint.folder),
+            model_dir=str(placed.checkpoint.folder),
             checkpoint_fd=model_fd,
-            dtype=dtype,
+            dtype=placed.dtype,
             block_size=placement.block_size,
             pool=specs[plan.pool],
             weights=specs_by_worker.get(plan.name),
@@ -402,6 +441,7 @@ def _setups(
             max_drafted=config.max_drafted,
             has_window_blocks=placement.windows.num_each > 0,
             measures_kv=config.kv_dtype != "auto" and plan is placement.workers[0],
+            disk_bytes=None if offload is None else offload.disk_bytes,
         )
         workers.append((plan, setup))
     return workers, fds
@@ -422,9 +462,13 @@ def _with_texts(
 
 def make_cache_memory(config: ServeConfig) -> CacheMemory:
     """Make the DRAM cache's memory, of 0 bytes if that is off; it outlives each model."""
+    return CacheMemory(_dram_bytes(config), is_shared=bool(config.models))
+
+
+def _dram_bytes(config: ServeConfig) -> int:
+    """Return the bytes of the DRAM cache; 0: it is off."""
     asked = config.dram_cache if config.prefix_cache else "off"
-    cap_bytes = asked if isinstance(asked, int) else 0
-    return CacheMemory(cap_bytes, is_shared=bool(config.models))
+    return asked if isinstance(asked, int) else 0
 
 
 def _arena(
@@ -460,23 +504,29 @@ def _num_arena_blocks(
     Raises:
         ConfigError: less memory is free than configured.
     """
-    asked = config.dram_cache
+    asked = _dram_bytes(config)
     free_bytes += 0 if memory is None else memory.num_bytes
-    if not isinstance(asked, int) or not config.prefix_cache:
-        return 0
     if asked > free_bytes:
         what = f"{size_text(asked)} of DRAM cache, and {size_text(free_bytes)} of memory free"
         raise ConfigError(what, where="dram_cache", hint="set a smaller dram_cache, or off")
     return asked // placement.whole_block_bytes
 
 
-def _arenas(weights: WeightsPlan, placement: Placement) -> dict[str, WeightsSpec]:
+def _arenas(
+    weights: WeightsPlan, placement: Placement, file: WeightsFile | None
+) -> dict[str, WeightsSpec]:
     """Make arenas of converted weights for workers on cores; none: files are mapped.
 
-    Workers of one NUMA node share an arena; each node has its own.
+    Workers of one NUMA node share an arena; each node has its own. A file is all workers'.
     """
     if weights.layout is None:
         return {}
+    if file is not None:
+        names = [plan.name for plan in placement.workers]
+        return {
+            name: weights.spec(file.fd, index, len(names), is_file=True, is_filled=file.is_whole)
+            for index, name in enumerate(names)
+        }
     by_node: dict[int | None, list[str]] = {}
     for plan in placement.workers:
         if plan.gpu is None:

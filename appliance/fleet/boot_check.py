@@ -15,10 +15,7 @@ from appliance.fleet.placement import (
     capacity_text,
     placement_lines,
 )
-from appliance.fleet.weights_plan import (
-    kv_text,
-    plan_weights,
-)
+from appliance.fleet.weights_plan import kv_text
 from engine.errors import ConfigError, refuse
 from engine.kernels.attention_backends import this_machine
 from engine.scheduler.cache.block_pool import MIN_RECORDS
@@ -62,8 +59,8 @@ def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[
     if gpu is not None:
         choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
         attention = f"; attention on {gpu.name} by {choice.title}"
-    weights = plan_weights(checkpoint, dtype, config, placement)
-    words = (weights.words, kv_text(dtype, config.kv_dtype))
+    offload = "" if placed.offload is None else placed.offload.words
+    words = (placed.weights.words, offload, kv_text(dtype, config.kv_dtype))
     about = "".join(f"; {each}" for each in words if each)
     if placement.record_blocks:
         size = size_text(MIN_RECORDS * placement.record_blocks * placement.block_bytes)

@@ -24,6 +24,7 @@ from queue import SimpleQueue
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
+from appliance.fleet.file_identity import about_file
 from engine.checkpoint.model_file import MAX_WHOLE_BYTES, open_model_file
 from engine.errors import CheckpointError, ConfigError
 from engine.kernels.cpu import load_kernels
@@ -40,7 +41,6 @@ MAX_REMEMBERED = 1024
 _PART_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _NUM_THREADS = 2
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def make_hasher(config: ServeConfig, plan: BootPlan) -> PrefixHasher | None:
@@ -144,7 +144,7 @@ def fingerprint(files: Iterable[Path], state_dir: Path) -> str:
     known = _remembered(path)
     digests, is_new = [], False
     for file in sorted(files, key=lambda each: each.name):
-        key, about = os.path.realpath(file), _about(file)
+        key, about = os.path.realpath(file), about_file(file)
         found = known.pop(key, None)
         if found is None or found[:-1] != about:
             found, is_new = [*about, _digest(file, int(about[2]))], True
@@ -154,22 +154,6 @@ def fingerprint(files: Iterable[Path], state_dir: Path) -> str:
         newest = dict(list(known.items())[-MAX_REMEMBERED:])
         _write_private(path, json.dumps(newest, indent=1).encode())
     return blake2b(json.dumps(digests).encode(), digest_size=32).hexdigest()
-
-
-def _about(file: Path) -> list[int | str]:
-    """Return what tells a file from a changed one without reading all of it.
-
-    Copying tools put the time of modification back, but not that of the last change of the inode;
-    on file systems whose clocks are coarse, or that keep none, the sample differs.
-    """
-    with open_model_file(file) as opened:
-        status, sample = os.fstat(opened.fileno()), blake2b(digest_size=16)
-        last = max(status.st_size - _SAMPLE_BYTES, 0)
-        for number in range(_NUM_SAMPLES):
-            at = last * number // (_NUM_SAMPLES - 1)
-            sample.update(os.pread(opened.fileno(), _SAMPLE_BYTES, at))
-    times = [status.st_mtime_ns, status.st_ctime_ns]
-    return [status.st_dev, status.st_ino, status.st_size, *times, sample.hexdigest()]
 
 
 def _digest(file: Path, num_bytes: int) -> str:

@@ -47,12 +47,14 @@ def free_memory_bytes(proc: Path = PROC) -> int | None:
     for folder in _folders("", proc):
         limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
         if limit.isdigit() and used.isdigit():
-            free.append(int(limit) - int(used) + _stat(folder, "inactive_file"))
+            cached = _stat(folder, "inactive_file") + _stat(folder, "active_file")
+            free.append(int(limit) - int(used) + cached)
     for folder in _folders("memory", proc):
         limit = _read(folder / "memory.limit_in_bytes")
         used = _read(folder / "memory.usage_in_bytes")
         if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED_V1:
-            free.append(int(limit) - int(used) + _stat(folder, "total_inactive_file"))
+            cached = _stat(folder, "total_inactive_file") + _stat(folder, "total_active_file")
+            free.append(int(limit) - int(used) + cached)
     return max(min(free), 0) if free else None
 
 

@@ -119,6 +119,10 @@ class Placer:
             notes.append(about)
         return PlacedModel(dtype, placement, "; ".join(filter(None, notes)) or None)
 
+    def place_with(self, kv_memory_bytes: int, dtype: str) -> Placement:
+        """Decide the same with less KV memory: on cores, where weights leave no more."""
+        return self._on_cores(dtype, kv_memory_bytes)
+
     def _check_cpu_only(self, gpus: list[Gpu]) -> None:
         if gpus and self._config.kv_dtype != "auto":
             raise ConfigError(
@@ -152,7 +156,7 @@ class Placer:
     def _machine_with(self, gpu: Gpu) -> Machine:
         return replace(self._machine, capability=gpu.capability)
 
-    def _on_cores(self, dtype: str) -> Placement:
+    def _on_cores(self, dtype: str, kv_memory_bytes: int | None = None) -> Placement:
         config, inventory = self._config, self._inventory
         return place(
             self._checkpoint,
@@ -160,7 +164,7 @@ class Placer:
             roles=config.roles,
             transport=config.transport,
             wanted=config.place,
-            kv_memory_bytes=config.kv_memory_bytes,
+            kv_memory_bytes=kv_memory_bytes or config.kv_memory_bytes,
             max_model_len=config.max_model_len,
             nodes=inventory.nodes,
             memory_bytes=inventory.memory_bytes,

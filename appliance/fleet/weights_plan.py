@@ -59,7 +59,9 @@ class WeightsPlan:
         )
         return f"{self.variants or ''}{attention}"
 
-    def spec(self, fd: int, index: int, count: int) -> WeightsSpec:
+    def spec(
+        self, fd: int, index: int, count: int, *, is_file: bool = False, is_filled: bool = False
+    ) -> WeightsSpec:
         """Return the arena's spec for worker `index` of `count`."""
         assert self.layout is not None
         return WeightsSpec(
@@ -67,7 +69,8 @@ class WeightsPlan:
             self.layout.num_bytes,
             index,
             count,
-            is_filled=False,
+            is_filled=is_filled,
+            is_file=is_file,
             is_packed=self.variants is not None or isinstance(self.layout, PanelsLayout),
             variant=None if self.variants is None else self.variants.few,
             has_tiles=self.variants is not None and self.variants.has_tiles,

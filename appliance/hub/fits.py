@@ -44,6 +44,8 @@ _EMBEDDING_SHARE = 0.25
 _USUAL = ("Q8_0", "Q6_K", "Q4_K_M")
 _WIDENED_BITS = 16
 _QUANTISED_SHARE = 0.8
+_DISK_SHARE = 0.9
+"""The largest share of weights on disk, on CPUs: a few layers are always in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,10 @@ def _verdict(need: MemoryNeed, place: ServingPlace, spare: int, tokens: int | No
     if spare < 0 or (tokens is not None and tokens < LEAST_TOKENS):
         least = LEAST_TOKENS * (need.kv_bytes_per_token or 0) + need.state_bytes
         each = " each" if place.num_devices > 1 else ""
-        return f"no: {size_text(least - spare)} short{each}"
+        short = least - spare
+        if not place.is_gpu and short < _DISK_SHARE * need.bytes_at(place):
+            return f"slowly: {size_text(short)} from disk a step"
+        return f"no: {size_text(short)} short{each}"
     if tokens is None or need.max_model_len is None or tokens >= need.max_model_len:
         return "yes"
     return f"up to {tokens:,} tokens"

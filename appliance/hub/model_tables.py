@@ -17,6 +17,7 @@ MODEL_SETTINGS = (
     "model",
     "dtype",
     "weights",
+    "offload_weights",
     "kv_dtype",
     "max_model_len",
     "kv_memory",
@@ -24,7 +25,10 @@ MODEL_SETTINGS = (
     "reasoning_parser",
 )
 """Settings that a model's table may set..."""
-OWN_SETTINGS = ("weights", "max_model_len", "model_aliases", "tool_parser", "reasoning_parser")
+OWN_SETTINGS = (
+    *("weights", "offload_weights", "max_model_len", "model_aliases"),
+    *("tool_parser", "reasoning_parser"),
+)
 """...and the ones that outside the tables apply to the first model alone."""
 
 

@@ -100,6 +100,15 @@ def open_own_target(path: Path, flags: int, mode: int = 0o600, *, denied: int = 
     return open_own(_end_of_own_way(path, os.geteuid()), flags, mode, denied=denied)
 
 
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _ALWAYS)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
     """Open a file of any user; follow no link, and wait for no pipe.
 

@@ -1,4 +1,4 @@
-"""Count a worker's beats within its steps, in memory that the daemon reads.
+"""Count a worker's beats within its steps, and its waits for the disk, where the daemon reads them.
 
 A step sends one message, at its end, and may take long. A beat after each part of a layer tells a
 slow step from one that hangs.
@@ -19,15 +19,23 @@ class Beats:
     """
 
     def __init__(self, fd: int) -> None:
-        self._word = memoryview(mmap.mmap(fd, mmap.PAGESIZE)).cast("Q")
+        self._words = memoryview(mmap.mmap(fd, mmap.PAGESIZE)).cast("Q")
 
     def beat(self) -> None:
         """Count one beat."""
-        self._word[0] += 1
+        self._words[0] += 1
+
+    def waited(self, num_ns: int) -> None:
+        """Add time in which a step has waited for weights from disk."""
+        self._words[1] += num_ns
 
     @property
     def count(self) -> int:
-        return self._word[0]
+        return self._words[0]
+
+    @property
+    def waited_ns(self) -> int:
+        return self._words[1]
 
 
 def new_fd() -> int:

@@ -34,7 +34,7 @@ class PoolSpec(msgspec.Struct, frozen=True):
 
 
 class WeightsSpec(msgspec.Struct, frozen=True):
-    """A memfd for weights converted to the serving dtype; shared by workers.
+    """A memfd or file for weights converted to the serving dtype; shared by workers.
 
     The worker converts its share (`share_index` of `share_count`), or nothing if `is_filled`. On
     cores it computes from there; on a GPU it copies them all when every share is complete.
@@ -53,6 +53,8 @@ class WeightsSpec(msgspec.Struct, frozen=True):
     """Whether a prompt's rows take matrix tiles."""
     weights: str = "stored"
     """The quantisation of matrices at start, `q8`, `q4` or `int8`; `stored`: none."""
+    is_file: bool = False
+    """Whether it is a file on disk, which holds more than memory does."""
 
 
 class LogitsLoss(msgspec.Struct, frozen=True):
@@ -163,6 +165,8 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """A memfd with what was read of the model, by engine.checkpoint.written_models.
 
     None: the daemon was started before an upgrade, and the worker has the model read."""
+    disk_bytes: int | None = None
+    """Bytes of weights that each step reads from disk; None: all stay in memory."""
 
     @property
     def pool_dtype(self) -> str:

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from engine.worker.grammars import Grammars
     from engine.worker.model.transformer import Transformer
     from engine.worker.model.weight import Weight
+    from engine.worker.model.weights_ahead import FileRange, WeightsAhead
     from engine.worker.speculation import Speculation
     from engine.worker.text_batches import TextBatches
 
@@ -117,7 +119,7 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
     if setup.gpu is not None:
         _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars, progress)
     near = NodeMemory(setup.node)
-    weights, variants, is_measurer = _loaded(checkpoint, setup, near, progress)
+    weights, variants, is_measurer, ranges = _loaded(checkpoint, setup, near, progress)
     channel.send(WeightsLoaded())
     channel.expect(WeightsComplete)
     pool = map_pool(setup.pool, config, setup.block_size, setup.pool_dtype)
@@ -128,7 +130,8 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
     faults = faults_of_cores(checkpoint, setup)
     shape = setup.dtype, setup.max_model_len, setup.block_size
     beat, variant = None if beats is None else beats.beat, setup.attention_variant
-    transformer = Transformer(config, weights, *shape, variants, variant, beat, faults)
+    ahead = _ahead(checkpoint, setup, ranges, beats)
+    transformer = Transformer(config, weights, *shape, variants, variant, beat, faults, ahead)
     progress.heartbeat()
     groups = config.kv_groups.num_groups
     runner = Runner(transformer, pool, setup.block_size, grammars, num_groups=groups)
@@ -153,6 +156,22 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
     notes = [*near.notes(pool), *why_not, *faults.values()]
     channel.send(Ready(attention, notes=notes, probes=probes, weights_loss=loss, kv_loss=of_kv))
     worker.run()
+
+
+def _ahead(
+    checkpoint: Checkpoint, setup: Setup, ranges: Mapping[str, FileRange], beats: Beats | None
+) -> WeightsAhead | None:
+    """Read weights on disk ahead; None: all are in memory."""
+    from engine.worker.model.weights_ahead import WeightsAhead, units_of
+
+    if setup.disk_bytes is None or beats is None:
+        return None
+    config = checkpoint.config
+    few_tokens = 0
+    if (experts := config.experts) is not None:
+        few_tokens = (experts.num_experts - 1) // experts.num_per_token
+    units = units_of(config, ranges, setup.disk_bytes)
+    return WeightsAhead(units, few_tokens, beats.beat, beats.waited)
 
 
 def _speculation(transformer: Transformer, setup: Setup) -> tuple[Speculation | None, list[str]]:
@@ -220,32 +239,50 @@ def _grammars(checkpoint: Checkpoint) -> Grammars:
 
 def _loaded(
     checkpoint: Checkpoint, setup: Setup, near: NodeMemory, progress: _Progress
-) -> tuple[dict[str, Weight], ProductVariants | None, bool]:
-    """Load the weights; return how packed ones are multiplied, and whether to measure loss."""
+) -> tuple[dict[str, Weight], ProductVariants | None, bool, dict[str, FileRange]]:
+    """Load the weights.
+
+    Returns:
+        them, how packed ones are multiplied, whether to measure loss, and where they lie in files.
+    """
     from engine.checkpoint.weights_layout import AS_STORED
     from engine.kernels.cpu import ProductVariants
+    from engine.system.mapped_files import map_unchanged
     from engine.worker.model.weights import load_weights
+    from engine.worker.model.weights_ahead import ranges_of
+    from engine.worker.write_back import WriteBack
 
     spec = setup.weights
     if spec is None:
-        return load_weights(checkpoint, setup.dtype, None, None, progress), None, False
-    arena = mmap.mmap(spec.fd, spec.num_bytes, mmap.MAP_SHARED)
-    near.prefer(arena)
+        weights = load_weights(checkpoint, setup.dtype, None, None, progress)
+        ranges = {} if setup.disk_bytes is None else ranges_of(weights, checkpoint, None)
+        return weights, None, False, ranges
+    if spec.is_file and spec.is_filled:
+        arena = map_unchanged(spec.fd, spec.num_bytes)
+    else:
+        arena = mmap.mmap(spec.fd, spec.num_bytes, mmap.MAP_SHARED)
+    if not spec.is_file:
+        near.prefer(arena)
     share = None if spec.is_filled else (spec.share_index, spec.share_count)
+    writing = WriteBack(arena, spec.fd, progress) if spec.is_file and share is not None else None
     weights = load_weights(
         checkpoint,
         setup.dtype,
         arena,
         share,
-        progress,
+        writing or progress,
         is_packed=spec.is_packed,
         weights=spec.weights,
     )
+    if writing is not None:
+        writing.settle()
     variants = None
     if spec.variant is not None:
         variants = ProductVariants(spec.variant, spec.has_tiles)
-    is_measurer = spec.weights != AS_STORED and share is not None and spec.share_index == 0
-    return weights, variants, is_measurer
+    ranges = ranges_of(weights, checkpoint, (arena, spec.fd)) if spec.is_file else {}
+    # the weights as stored, which are to be compared, would all be in memory
+    is_measurer = spec.weights != AS_STORED and share is not None and not spec.is_file
+    return weights, variants, is_measurer and spec.share_index == 0, ranges
 
 
 def _serve_on_gpu(

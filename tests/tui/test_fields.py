@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from appliance.observe.frame.late_frames import LateFrame, RefusalFrame, SurvivedFrame
+from appliance.observe.frame.offload_frame import OffloadFrame
 from appliance.observe.frame.protocol import (
     DraftFrame,
     Frame,
@@ -97,7 +98,14 @@ def rich() -> Frame:
     frame.queue = msgspec.structs.replace(frame.queue, first_token=late, next_token=late)
     frame.alerts[0].request_id, frame.alerts[0].action = "cmpl-9", "penstock show 9"
     frame.workers = [
-        msgspec.structs.replace(worker, step_ms_p50=4.0, step_ms_max=9.0)
+        msgspec.structs.replace(
+            worker,
+            step_ms_p50=4.0,
+            step_ms_max=9.0,
+            disk_wait_ratio=0.9,
+            disk_bytes_per_s=3e8,
+            disk_read_bytes=7 << 30,
+        )
         for worker in frames.busy().workers
     ]
     way = WayFrame("deflected", "decode", True, False, 256, 14, 3, 2, 1.7, False)
@@ -143,6 +151,7 @@ def rich() -> Frame:
         dram=TierFrame("on", "", "", 7, 7 << 20, 9 << 30, loads=3, load_ms=5.0),
         state="draining",
         state_reason="x",
+        offload=OffloadFrame(1 << 30, 3 << 30, 1 << 29),
         trials=["up to 256 prompt tokens a step"],
     )
 

@@ -22,7 +22,22 @@ from tui.lines import (
 def lines(frame: Frame, width: int) -> list[Line]:
     """Draw a line on each cache's state, and its figures."""
     caches = (("DRAM CACHE", frame.dram), ("SSD CACHE", frame.ssd))
-    return [line for title, tier in caches if tier for line in _lines(title, tier, width)]
+    found = [line for title, tier in caches if tier for line in _lines(title, tier, width)]
+    return [*found, *_weights(frame, width)]
+
+
+def _weights(frame: Frame, width: int) -> list[Line]:
+    """Draw the weights that steps read from disk, and each worker's waits for them."""
+    offload = frame.offload
+    if offload is None:
+        return []
+    note = f"{fig.size(offload.disk_bytes)} a step of {fig.size(offload.weights_bytes)}"
+    figures = [("in memory", fig.size(offload.resident_bytes))]
+    for worker in frame.workers:
+        rate, whole = fig.bytes_per_s(worker.disk_bytes_per_s), fig.size(worker.disk_read_bytes)
+        waits = f"waits {fig.ratio(worker.disk_wait_ratio)}, reads {rate}, {whole} so far"
+        figures.append((worker.name, waits))
+    return [rule("WEIGHTS ON DISK", width, note), *facts(width, figures)]
 
 
 def _lines(title: str, tier: TierFrame, width: int) -> list[Line]:

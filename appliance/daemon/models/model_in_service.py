@@ -16,7 +16,7 @@ from functools import partial
 
 from appliance.configuration.config import ServeConfig
 from appliance.daemon.models.residents import LoadedModel, Residents
-from appliance.daemon.process.disk_reads import SILENT_S
+from appliance.daemon.process.disk_reads import SILENT_S, read_in_thread
 from appliance.daemon.serving.service import Service
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.kept_proofs import keep_proofs
@@ -25,6 +25,7 @@ from appliance.fleet.measuring import LOOK_S, Measuring
 from appliance.fleet.roles_change import RolesChange, change_roles
 from appliance.fleet.supervisor import Supervisor
 from appliance.observe.telemetry.disturbances import Disturbances
+from engine.errors import PenstockError
 from engine.scheduler.cache.ledger import Ledger
 from engine.scheduler.cache.prefix_misses import PrefixMisses
 from engine.scheduler.queue.queue import FairQueue
@@ -115,6 +116,7 @@ class ModelInService:
         telling = asyncio.create_task(self._tell_what_is_awaited(keying))
         try:
             await asyncio.gather(self.supervisor.run(), keying)
+            await self._keep_weights()
             hasher = self.service.hasher
             if self.plan.kept_pools is not None and hasher is not None:
                 pools = self.router.tier_host.ledger.pools
@@ -124,6 +126,17 @@ class ModelInService:
             keying.cancel()  # the next model has a key of its own
             telling.cancel()
         self.service.begin(self.measuring)
+
+    async def _keep_weights(self) -> None:
+        """Finish the file of packed weights for later starts; without it this one serves."""
+        file = self.plan.weights_file
+        if file is None or file.is_whole:
+            return
+        try:
+            await read_in_thread(f"the disk of {file.path}", file.finish, log.warning)
+        except (OSError, PenstockError) as error:
+            about = f"weights are packed again at the next start: {error}"
+            self.service.event("warning", "weights.not_kept", about)
 
     async def _tell_what_is_awaited(self, keying: asyncio.Task[None]) -> None:
         """Log the state of a long start after silence, less and less often."""

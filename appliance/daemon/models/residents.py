@@ -23,8 +23,8 @@ from appliance.fleet.boot import BootPlan, predict_place
 from appliance.fleet.measuring import Measuring
 from appliance.fleet.placement import available_memory_bytes
 from appliance.fleet.supervisor import Supervisor
+from appliance.fleet.weights_offload import WORKER_BYTES
 from appliance.observe.frame.protocol import ResidentFrame, iso_time
-from engine.checkpoint.weights_layout import weights_layout
 from engine.errors import ConfigError
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.scheduler.offload.cache_memory import CacheMemory
@@ -32,8 +32,6 @@ from engine.scheduler.router import Router
 from engine.text.tokenizer import Tokenizer
 from engine.units import size_text
 
-WORKER_BYTES = 320 << 20
-"""Memory of a worker's process besides weights and pools."""
 LOOK_S = 0.5
 LONGEST_S = 100 * 366 * 86_400.0
 """A time farther away is never: the calendar ends in the year 9999."""
@@ -61,7 +59,9 @@ def need_of(config: ServeConfig, memory: CacheMemory, freed_bytes: int) -> Memor
     pools = placed.placement.topology.pools
     own_bytes = sum(pool.num_blocks for pool in pools) * placed.placement.block_bytes
     own_bytes += len(placed.placement.workers) * WORKER_BYTES
-    layout = weights_layout(placed.checkpoint, placed.dtype)
+    layout = placed.weights.layout
+    if placed.offload is not None:
+        return MemoryNeed(own_bytes, placed.offload.held_bytes)
     if layout is None:
         return MemoryNeed(own_bytes, placed.checkpoint.num_bytes)
     return MemoryNeed(own_bytes + layout.num_bytes, 0)
@@ -105,13 +105,16 @@ class LoadedModel:
         """Return the memory that it may still take: KV, and weights mapped from files."""
         stats = [os.fstat(fd) for fd in self._own_fds]
         left = sum(max(stat.st_size - stat.st_blocks * 512, 0) for stat in stats)
+        if self.plan.offload is not None:
+            return left + self.plan.offload.held_bytes
         is_mapped = all(setup.weights is None for _, setup in self.plan.workers)
         return left + (self.plan.checkpoint.num_bytes if is_mapped else 0)
 
     @property
     def _own_fds(self) -> list[int]:
-        arena = self.plan.arena
-        return [fd for fd in self.plan.inherited_fds if arena is None or fd != arena.fd]
+        arena, file = self.plan.arena, self.plan.weights_file
+        others = {None if arena is None else arena.fd, None if file is None else file.fd}
+        return [fd for fd in self.plan.inherited_fds if fd not in others]
 
 
 class Residents:

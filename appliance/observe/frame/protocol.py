@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from appliance.observe.frame.late_frames import LateFrame, RefusalFrame, SurvivedFrame
+from appliance.observe.frame.offload_frame import OffloadFrame
 from appliance.observe.frame.tier_frames import TierFrame
 
 
@@ -232,6 +233,12 @@ class WorkerFrame(msgspec.Struct):
     the kernel reports no waits."""
     num_refused: int = 0
     """Kernels that the self-test found wrong on its GPU; others serve."""
+    disk_wait_ratio: float | None = None
+    """Share of the last second in which it waited for weights, 0 to 1; None: all are in memory."""
+    disk_bytes_per_s: float | None = None
+    """Rate at which it read from disk in the last second."""
+    disk_read_bytes: int | None = None
+    """Bytes that it has read from disk since its start."""
 
 
 class QueueFrame(msgspec.Struct):
@@ -584,6 +591,8 @@ class Frame(msgspec.Struct):
     """What keeps the workers from their cores, in one sentence; empty: nothing does."""
     survived: SurvivedFrame | None = None
     """The previous daemon's end; None: it was told to stop, or there was none."""
+    offload: OffloadFrame | None = None
+    """Weights that stay on disk; None: all are in memory."""
 
 
 MAX_POOL_OWNERS, MAX_FRAME_REQUESTS, MAX_FRAME_EVENTS = 20, 200, 50

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from appliance.observe.frame.histograms import FINE_GAP_S, REQUEST_S, STAGE_S, TTFT_S, Histograms
+from appliance.observe.frame.offload_frame import OffloadFrame
 from appliance.observe.frame.protocol import (
     DeviceFrame,
     Frame,
@@ -222,12 +223,24 @@ def _workers(frame: Frame) -> Iterator[MetricFamily]:
         ("batch_size", "Mean sequences in a step, last second.", "batch_size_mean", 1.0),
         ("last_step_age_seconds", "Since its last step, with work.", "last_step_age_ms", 1e-3),
         ("resident_memory_bytes", "With what it shares.", "rss_bytes", 1.0),
+        ("disk_wait_ratio", "Of its time, for weights on disk.", "disk_wait_ratio", 1.0),
     ):
         yield gauge(f"penstock_worker_{name}", about, _of_field(named, field, scale))
     refused = _of_field(named, "num_refused")
     yield gauge("penstock_worker_refused_kernels", "That the self-test found wrong.", refused)
     restarts = _of_field(named, "num_restarts")
     yield counter("penstock_worker_restarts_total", "Restarts of the worker.", restarts)
+    if frame.offload is not None:
+        read = _of_field(named, "disk_read_bytes")
+        yield counter("penstock_worker_disk_read_bytes_total", "That it read from disk.", read)
+        yield from _offload(frame.offload)
+
+
+def _offload(offload: OffloadFrame) -> Iterator[MetricFamily]:
+    each, whole = offload.disk_bytes, offload.weights_bytes
+    yield gauge("penstock_weights_disk_bytes", "That each step reads from disk.", each)
+    yield gauge("penstock_weights_bytes", "Of all weights, where some are on disk.", whole)
+    yield gauge("penstock_weights_resident_bytes", "Of these, in memory.", offload.resident_bytes)
 
 
 def _kv(frame: Frame) -> Iterator[MetricFamily]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from appliance.observe.frame.figures import duration, short_id, things
+from appliance.observe.frame.figures import bytes_per_s, duration, short_id, things
 from appliance.observe.frame.protocol import LatencyFrame, RequestFrame, WorkerFrame
 from appliance.observe.frame.request_facts import TTFT_STAGES
 from appliance.observe.telemetry.windows import UsualTimes
@@ -24,6 +24,8 @@ MIN_RATIO = 2.0
 """Minimum ratio to the usual computing time; less is normal variation."""
 ENOUGH_IN_TIME = 0.99
 BUSY_RATIO = 0.95
+MIN_DISK_WAIT = 0.5
+"""Share of time that a worker waits for weights, above which the disk limits."""
 MIN_BUSY_PERCENT = 20.0
 """Use of a core below which a worker in a step is not what limits."""
 
@@ -136,6 +138,10 @@ def limit(
     if any(waiting):
         return _queue_limit(waiting)
     busy = [worker for worker in workers if worker.num_sequences]
+    for worker in busy:
+        if (share := worker.disk_wait_ratio or 0.0) >= MIN_DISK_WAIT:
+            rate = bytes_per_s(worker.disk_bytes_per_s)
+            return f"{worker.name} waits for weights from disk {share:.0%} of its time, at {rate}"
     for stage, what, ratio in (
         ("prefill", "first tokens", latency.ttft_slo_ratio),
         ("decode", "gaps between tokens", latency.itl_slo_ratio),

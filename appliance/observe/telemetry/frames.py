@@ -51,6 +51,7 @@ from appliance.observe.telemetry.frame_parts import (
     way_frames,
 )
 from appliance.observe.telemetry.late import late_first, late_next, waiting_prompts
+from appliance.observe.telemetry.offload_readings import OffloadReadings
 from appliance.observe.telemetry.starvation import Starvation
 from appliance.observe.telemetry.telemetry import Telemetry, worker_now
 from appliance.observe.telemetry.windows import UsualTimes
@@ -109,6 +110,7 @@ class Frames:
         self._alerts = Alerts()
         self._usual = UsualTimes()
         self._starvation = Starvation()
+        self._offload = OffloadReadings(plan)
         self._started_ns = time.monotonic_ns()
         self._frame: Frame | None = None
         self._is_made = asyncio.Event()
@@ -119,6 +121,7 @@ class Frames:
         """Show another model from now on; numbers and counts continue."""
         self._plan, self.model, self._router, self._supervisor = plan, model, router, supervisor
         self.measuring = None
+        self._offload = OffloadReadings(plan)
 
     def make(self, standing: ServiceState) -> list[Change]:
         """Take a reading and wake the readers; return the changed alerts."""
@@ -130,6 +133,7 @@ class Frames:
         self._usual = telemetry.windows.usual(now_ns)
         host = telemetry.host()
         self._starvation.look(workers, host, now_ns / 1e9)
+        offload = self._offload.look(states, workers, elapsed_s)
         devices = self._devices.read(now_ns)
         self.energy.settle(devices, self._devices.read_ns)
         frame = Frame(
@@ -160,6 +164,7 @@ class Frames:
                 next((w.kv_loss for w in states if w.kv_loss is not None), None),
             ),
             trials=[*plan.choices, *self._measured()],
+            offload=offload,
             **self._parts(standing, snapshot, workers, now_ns),
         )
         changes = self._alerts.update(frame)

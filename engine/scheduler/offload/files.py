@@ -30,6 +30,8 @@ from engine.system.own_files import check_own_folder, open_file, open_own
 
 _NAME = re.compile(r"slab-(\d{6,15})\.kv")
 _LOCK = "lock"
+WEIGHTS_FOLDER = "weights"
+"""A folder within it that is not the cache's: packed weights."""
 
 
 class BusyError(OSError):
@@ -222,7 +224,8 @@ def make_private(folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     check_own_folder(folder, is_roots_fine=False)
-    if not (folder / _LOCK).is_file() and any(folder.iterdir()):
+    others = any(each.name != WEIGHTS_FOLDER for each in folder.iterdir())
+    if others and not (folder / _LOCK).is_file():
         about = "the folder holds other files; the cache needs its own"
         raise FileExistsError(errno.EEXIST, about, str(folder))
     folder.chmod(0o700)

@@ -44,6 +44,7 @@ from engine.worker.model.layers import query_growth, rms_norm, rope_table, soft_
 from engine.worker.model.linear import Linear, Linears, choose_linears
 from engine.worker.model.records import RecordBlocks
 from engine.worker.model.weight import Weight, embedded
+from engine.worker.model.weights_ahead import WeightsAhead
 
 __all__ = ["StepBatch", "Transformer"]
 
@@ -93,6 +94,7 @@ class Transformer:
         attention_variant: how compiled kernels multiply what many queries meet.
         beat: called after each half of a layer, except in replayed steps; None: nothing is.
         faults: why packages are not used on a GPU; None: they are tried.
+        ahead: has weights on disk read before a layer; None: all are in memory.
     """
 
     def __init__(
@@ -106,9 +108,10 @@ class Transformer:
         attention_variant: int = WIDENED,
         beat: Callable[[], None] | None = None,
         faults: Mapping[str, str] | None = None,
+        ahead: WeightsAhead | None = None,
     ) -> None:
         self.config = config
-        self._beat = beat
+        self._beat, self._ahead = beat, ahead
         self.dtype: torch.dtype = getattr(torch, dtype)
         prefix = config.family.prefix
         embedding = f"{prefix}model.embed_tokens"
@@ -148,7 +151,7 @@ class Transformer:
         if config.layer_inputs is not None:
             self._layer_inputs = LayerInputs(config, weights, self.dtype, self._backend, linears)
         self._growing = _growing_rope(self._ropes, self._max_model_len)
-        if is_compiled and linears.kernels is not None:
+        if is_compiled and linears.kernels is not None and ahead is None:
             self._graphs = CpuDecodeGraphs(linears.kernels, buffers, self._run_layers)
         if self.device.type != "cpu":  # a captured step keeps reading the tables that it saw
             self._grow_tables(self._max_model_len)
@@ -251,6 +254,8 @@ class Transformer:
             x = x[list(batch.logit_rows) if rows is None else rows]
         x = self._backend.norm(x, self._norm_weight, config.rms_norm_eps)
         num_few = bisect_left(batch.logit_rows, batch.num_few_rows)
+        if self._ahead is not None:
+            self._ahead.enter(config.num_layers, len(x))
         logits = self._head(x, num_few).float()
         if config.logit_divisor != 1:
             logits.div_(config.logit_divisor)
@@ -290,6 +295,8 @@ class Transformer:
         num_few = plan.num_few if isinstance(plan, CompiledPlan) else len(x)
         step, added = _StepInputs(x, kv, plan, num_few, self._pools(kv, plan), *extras), None
         for number, branch in enumerate(self._branches, 1):
+            if self._ahead is not None:
+                self._ahead.enter(branch.layer, len(x))
             added = branch(x, added, step)
             if self._beat is not None:
                 self._beat()
@@ -340,8 +347,9 @@ class _Branch:
         before: torch.Tensor | None,
         block: _Block,
         after: torch.Tensor | None,
+        layer: int,
     ) -> None:
-        self._backend = backend
+        self._backend, self.layer = backend, layer
         self.scalar: float | None = None
         """What the stream is multiplied by behind it; None: nothing."""
         self._before, self.block, self._after = before, block, after
@@ -403,7 +411,7 @@ def _branches(
         inputs = LayerInput(config, weights, prefix, layer, backend, linears)
         blocks.append((None, inputs, "post_per_layer_input_norm"))
     branches = [
-        _Branch(config, backend, norm(before), block, norm(after))
+        _Branch(config, backend, norm(before), block, norm(after), layer)
         for before, block, after in blocks
     ]
     branches[-1].scalar = scalar

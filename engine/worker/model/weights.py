@@ -32,6 +32,7 @@ from engine.checkpoint.weights_layout import (
     panels_layout,
 )
 from engine.errors import CheckpointError, unreadable
+from engine.system.mapped_files import map_unchanged
 from engine.worker.model.stored_tensors import Stored
 from engine.worker.model.weight import (
     _PIECE_VALUES,
@@ -235,8 +236,7 @@ def _map_file(path: Path, end: int) -> torch.Tensor:
         if file_bytes < end:  # reading past its end would be a fatal signal, not an exception
             what = f"the file has shrunk to {file_bytes} bytes, its weights end at {end}"
             raise CheckpointError(what, where=str(path), hint="download the file again")
-        # A private mapping: torch wants writable memory, the file must not change.
-        mapped = mmap.mmap(fd, file_bytes, access=mmap.ACCESS_COPY)
+        mapped = map_unchanged(fd, file_bytes)
     finally:
         os.close(fd)
     mapped.madvise(mmap.MADV_WILLNEED)

@@ -21,3 +21,13 @@ def test_another_process_counts_in_the_same_memory():
     subprocess.run([sys.executable, "-c", BEATS_TWICE, str(fd)], pass_fds=[fd], check=True)
     os.close(fd)
     assert beats.count == 2
+
+
+def test_waits_for_the_disk_add_up_beside_the_beats():
+    fd = new_fd()
+    beats, reader = Beats(fd), Beats(fd)
+    os.close(fd)
+    beats.waited(5)
+    beats.beat()
+    beats.waited(7)
+    assert (reader.count, reader.waited_ns) == (1, 12)

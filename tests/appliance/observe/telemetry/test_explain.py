@@ -66,6 +66,16 @@ def test_other_programs_are_named_and_a_worker_without_a_core_is_not_what_limits
     assert "2.5s" in told
 
 
+def test_a_disk_that_workers_wait_for_is_what_limits():
+    slow = worker("decode", busy_ratio=1.0, num_sequences=1, cpu_percent=3.0)
+    slow.disk_wait_ratio, slow.disk_bytes_per_s = 0.93, float(310 << 20)
+    found = limit("ready", "", QueueWaits(), [slow], idle().latency)
+    assert "93%" in found
+    assert "310 MiB/s" in found
+    slow.disk_wait_ratio = 0.1
+    assert "disk" not in limit("ready", "", QueueWaits(), [slow], idle().latency)
+
+
 def test_a_wait_shorter_than_is_usual_is_told_without_what_is_usual():
     usual = replace(USUAL, queue_ms=2000.0)
     because = "queue: 1.8s"
