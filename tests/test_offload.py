@@ -44,9 +44,9 @@ def test_replies_are_the_same_and_packed_weights_are_written_once(folder, tmp_pa
         assert len(found) == is_packed
         written += [(path.suffix, path.stat().st_ino) for path in found]
         if found:  # a worker that dies finds them again
-            os.kill(pid := daemon.worker_pid("decode"), signal.SIGKILL)
-            daemon.wait_for(lambda pid=pid: daemon.worker_pid("decode") != pid)
+            os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
             assert replies(daemon) == expected
+            assert daemon.fresh_state()["workers"][-1]["num_restarts"] == 1
         assert daemon.stop() == 0
     assert len(set(written)) == is_packed
     assert all(suffix == ".weights" for suffix, _ in written)
