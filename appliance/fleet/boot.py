@@ -299,8 +299,7 @@ def make_plan(
     file = _weights_file(config, placed)
     pools, pool_fds = _pools(placement, kept_pools, placed.free_bytes)
     workers, fds = _setups(config, placed, placement, pools, arena, file)
-    has_gpu = any(worker.gpu is not None for worker in placement.workers)
-    texts = load_texts(placed.text_models, has_gpu=has_gpu)
+    texts = load_texts(placed.text_models, has_gpu=any(w.gpu for w in placement.workers))
     workers = _with_texts(workers, texts, placement.topology.playing(PREFILL))
     roles = "elastic" if config.roles == "auto" else config.roles
     return BootPlan(
