@@ -173,10 +173,17 @@ def _long_token(folder: Path) -> Path:
     return _tokenizer(folder, model=model)
 
 
+def _many_added(folder: Path) -> Path:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    added = [{"id": each, "content": f"<{each}>"} | flags for each in range(40_000)]
+    return _tokenizer(folder, added_tokens=added)
+
+
 HOSTILE_TOKENIZERS |= {
     "token that grows": _growing_token,
     "token that is matched": _token_expression,
     "token of 100,000 letters": _long_token,
+    "40,000 added tokens": _many_added,
 }
 
 

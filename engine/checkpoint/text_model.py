@@ -477,7 +477,7 @@ def _check_sizes(config: TextModelConfig, tensors: Mapping[str, TensorInfo]) -> 
         if bias is not None and bias.shape != (rows,):
             raise _misshapen(bias, (rows,))
         size = rows
-    if size > MAX_DIMENSIONS:
+    if not 1 <= size <= MAX_DIMENSIONS:
         what = f"its vectors have {size} numbers, at most {MAX_DIMENSIONS} are served"
         raise CheckpointError(what, where=str(config.folder))
     if config.family.positions is not None:

@@ -17,11 +17,19 @@ import msgspec
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.families import FAMILY_BY_ARCHITECTURE
 from engine.checkpoint.model_config import ModelConfig
+from engine.errors import CheckpointError
 
 
 def written(read: Any) -> bytes:
-    """Write a Checkpoint, a ModelConfig, or other plain data with paths."""
-    return _ENCODER.encode(read)
+    """Write a Checkpoint, a ModelConfig, or other plain data with paths.
+
+    Raises:
+        CheckpointError: a text in it has half a character, which JSON can say and UTF-8 cannot.
+    """
+    try:
+        return _ENCODER.encode(read)
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"a text in its files is not Unicode: {error.reason}") from error
 
 
 def checkpoint_of(data: bytes) -> Checkpoint:

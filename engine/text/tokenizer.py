@@ -38,6 +38,8 @@ from engine.text.encoder import Encoder
 from engine.text.folder_tokenizer import build_tokenizer
 from engine.text.gguf_tokenizer import read_tokenizer, special_tokens
 
+MAX_ADDED = 1 << 15
+"""Maximum of tokens beside the ordinary vocabulary, each of which takes as long as ten of those."""
 MAX_DECODED_HERE = 64
 """Maximum of token ids that are decoded beside the loop's work: the last ones of a reply."""
 
@@ -86,6 +88,9 @@ class TokenizerFiles:
             missing = folder / WHOLE
             raise CheckpointError(f"there is no {WHOLE}", where=str(missing), hint=hint)
         where = folder / tokens.source.name
+        if (count := len(tokens.ids) + len(tokens.marks)) > MAX_ADDED:
+            what = f"{count} tokens beside the vocabulary, at most {MAX_ADDED} are read"
+            raise CheckpointError(what, where=str(where))
         with _refusals(where):
             if tokens.source.name == WHOLE:
                 text = tokens.vocabulary

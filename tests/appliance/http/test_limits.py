@@ -176,6 +176,16 @@ async def test_two_keys_at_once_are_none(running):
     assert (await running.tcp.get("/v1/models", headers=headers)).status_code == 401
 
 
+async def test_two_different_keys_are_none_though_each_is_known(running):
+    other, line = new_key("bob", "operator")
+    digest = bytes.fromhex(line.rpartition(":")[2])
+    keys = (*running.policy.keys, ApiKey("bob", Role.OPERATOR, digest))
+    running.server.policy = dataclasses.replace(running.policy, keys=keys)
+    both = {"Authorization": f"Bearer {running.key}", "x-api-key": other}
+    for headers, status in ((both, 401), ({"x-api-key": other}, 200)):
+        assert (await running.tcp.get("/v1/models", headers=headers)).status_code == status
+
+
 async def test_tcp_is_for_names_of_this_machine_only(running):
     key = {"Authorization": f"Bearer {running.key}"}
     for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "127.1.2.3", "[::1]:8000"):

@@ -68,6 +68,12 @@ def test_prompts_and_vectors_have_a_largest_size(folder, change, most):
         TextModelConfig.from_folder(folder, "embedding")
 
 
+def test_vectors_without_numbers_are_refused(folder):
+    more_rows(folder, 0)
+    with pytest.raises(CheckpointError):
+        TextModelConfig.from_folder(folder, "embedding")
+
+
 def test_more_modules_than_any_model_has_are_refused(folder):
     more_modules(folder, MAX_MODULES + 1)
     with pytest.raises(CheckpointError, match=str(MAX_MODULES)):

@@ -99,6 +99,18 @@ def test_tokenizers_that_take_too_much_are_an_error_of_that_model(tmp_path, make
     assert str(tmp_path) in refused.value.where
 
 
+def test_half_a_character_is_an_error_of_its_model(tmp_path):
+    folder, before = tmp_path / "m", READER.failures["error"]
+    folder.mkdir()
+    for path in STARTER_FOLDER.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "\ud800"}))
+    with pytest.raises(CheckpointError):
+        read_models.read_tokenizer(folder)
+    assert READER.failures["error"] == before
+
+
 def test_reading_that_never_ends_is_ended(tmp_path, short):
     path = os.fsencode(sentence_piece_bomb(tmp_path / "m"))
     with pytest.raises(Overran):
