@@ -38,8 +38,8 @@ from engine.text.encoder import Encoder
 from engine.text.folder_tokenizer import build_tokenizer
 from engine.text.gguf_tokenizer import read_tokenizer, special_tokens
 
-MAX_ADDED = 1 << 15
-"""Maximum of tokens beside the ordinary vocabulary, each of which takes as long as ten of those."""
+MAX_ADDED = 1 << 15  # each takes as long to build as ten ordinary ones
+"""Maximum of tokens beside the ordinary vocabulary."""
 MAX_DECODED_HERE = 64
 """Maximum of token ids that are decoded beside the loop's work: the last ones of a reply."""
 
