@@ -215,9 +215,11 @@ async def test_plain_gives_lines_on_a_terminal_too(daemon):
 
 
 @pytest.mark.parametrize(
-    ("options", "shown"), [((), b"D drain"), (("--read-only",), b"ana read-only")]
+    ("options", "shown"), [((), b"D drain"), (("--read-only", "--no-mouse"), b"ana read-only")]
 )
-async def test_read_only_hides_what_changes_something(daemon, options, shown):
+async def test_read_only_hides_what_changes_something_and_the_mouse_may_be_left_alone(
+    daemon, options, shown
+):
     """The last line has room for every key; 120 columns lose `e explain` with the first request."""
     async with Terminal(columns=240) as terminal:
         await terminal.run(daemon, *options, env=environ())
@@ -225,6 +227,7 @@ async def test_read_only_hides_what_changes_something(daemon, options, shown):
         await terminal.until(lambda output: all(part in plain(output) for part in parts))
         assert await terminal.quit() == 0
         assert (b"D drain" in plain(terminal.output)) == (shown == b"D drain")
+        assert (b"\x1b[?1000h" in terminal.output) == (not options)
 
 
 async def test_once_in_ascii(daemon):
