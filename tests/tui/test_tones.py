@@ -104,3 +104,11 @@ def test_a_narrow_column_leaves_out_a_port_a_process_and_the_prefix_of_a_key():
     assert shown("key:reports", "127.0.0.1:44646") == ["reports", "127.0.0.1"]
     assert shown("key:ana", "python3 93066") == ["key:ana", "python3"]
     assert shown("key:a-long-name", "10.11.12.13:44646") == ["a-long-…", "10.11.12…"]
+
+
+def test_a_limit_that_an_alert_tells_is_not_told_twice():
+    told = frames.alert(message="starved by other programs (load 9.1)")
+    for limit, is_told in (("starved by other programs", True), ("KV is full", False)):
+        view = View().after(frames.busy(alerts=[told], limit=limit))
+        line = text_of(header.alert_line(view, 200))
+        assert (line.count("starved"), "│" in line) == (1, not is_told)

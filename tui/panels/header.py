@@ -215,7 +215,8 @@ def alert_line(view: View, width: int) -> Line:
             line.append(Run(f"  (+{num_left} more)", Tone.MUTED))
             break
         line += item
-    if limit and width_of(line) + len(limit) + 4 <= width:
+    is_told = any(limit in alert.text for alert in found)
+    if limit and not is_told and width_of(line) + len(limit) + 4 <= width:
         line += [Run(" │ ", Tone.MUTED), Run(limit)]
     return line
 
