@@ -57,6 +57,12 @@ class Memory:
         ctypes.memmove(address, data, len(data))
         return int(address)
 
+    def page(self) -> int:
+        """A page of zeros."""
+        page = mmap.mmap(-1, mmap.PAGESIZE)
+        self._kept.append(page)
+        return ctypes.addressof(ctypes.c_char.from_buffer(page))
+
     def values(self, count: int, kind: int) -> int:
         """So many values of about 1."""
         floats = array("f", [self._random.gauss(0, 1) for _ in range(min(count, 997))])
@@ -324,8 +330,20 @@ def rate(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     kernels.rate(values, ids, m.integers(fields), len(rows), count, 1 + width, threads)
 
 
+def reduce(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """Parts of a sum that lie apart, in a group of one process."""
+    kind, tokens, dim = r.choice([FLOAT32, BFLOAT16]), r.randint(0, 40), r.randint(1, 90)
+    count, stride = r.choice([1, 2, 4, 8]), tokens * dim + r.choice([0, 3])
+    out, parts = m.output(tokens * dim, kind), m.values(count * stride, kind)
+    group = m.page()
+    sizes = (kind, tokens, dim, stride, count)
+    for _ in range(2):
+        kernels.reduce(out, parts, group, *sizes, 0, 1, threads)
+
+
 PRODUCTS = (linear, linear_quantised, linear_pairs)
-CALLS = (*PRODUCTS, rms_norm, gated, attention, grow, mixture, delta, split_gates, draw, rate)
+SMALL = (rms_norm, gated, grow, split_gates, reduce, draw, rate)
+CALLS = (*PRODUCTS, *SMALL, attention, mixture, delta)
 
 
 def main() -> None:

@@ -159,7 +159,7 @@ def _phases_text(queue: Row) -> str:
 def _worker_text(worker: Row) -> str:
     return (
         f"{worker.get('name')} {worker.get('state')} on"
-        f" {worker.get('device')}{_lent_text(worker)}, pid {plain(worker.get('pid'))},"
+        f" {worker.get('device')}{_lent_text(worker)}, pid {_pids(worker)},"
         f" attention {plain(worker.get('attention'))},"
         f" {things(worker.get('num_sequences'), 'sequence')},"
         f" prefill {tokens_per_s(worker.get('prefill_tokens_per_s'))},"
@@ -178,6 +178,11 @@ def _offload_text(offload: Row, workers: Iterable[Row]) -> str:
     )
     held = size(offload.get("resident_bytes"))
     return f"each step reads {disk} of {whole} of weights, {held} are in memory{waits}"
+
+
+def _pids(worker: Row) -> str:
+    """Name its processes, the first before a group's others."""
+    return "+".join(plain(pid) for pid in (worker.get("pid"), *(worker.get("other_pids") or ())))
 
 
 def _lent_text(worker: Row) -> str:

@@ -98,11 +98,18 @@ class ServeConfig:
     """The other models that a request may name, each with its own settings."""
 
     def __post_init__(self) -> None:
-        if self.place != ONE_OF_EACH and self.roles == "colocated":
+        if self.place.colocated is not None and self.roles != "colocated":
             raise ConfigError(
-                "colocated roles have one worker, with all cores",
+                "a place of the colocated worker, and roles that have none",
                 where="place",
-                hint="leave out --place, or --roles",
+                hint="add --roles colocated",
+            )
+        is_named = self.place.colocated is not None or self.place == ONE_OF_EACH
+        if not is_named and self.roles == "colocated":
+            raise ConfigError(
+                "colocated roles have one worker",
+                where="place",
+                hint="write colocated=0-3, or leave out --place or --roles",
             )
         if self.transport in ("peer", "shm") and self.roles == "colocated":
             raise ConfigError(

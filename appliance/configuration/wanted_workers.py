@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from engine.errors import ConfigError
-from engine.scheduler.cache.topology import DECODE, PREFILL
+from engine.scheduler.cache.topology import COLOCATED, DECODE, PREFILL
 
 _COUNTS = re.compile(r"([1-9]\d?)x([1-9]\d?)")
 _CPUS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
@@ -18,9 +18,24 @@ GPU_NAME = re.compile(r"cuda:\d{1,3}|gpu\d{1,3}(?:/mig\d{1,2})?|(?:GPU|MIG)-[0-9
 """Matches a GPU's CUDA number, its name in readings, or its UUID."""
 _FORCED = "forced"
 _SAY = "2x1, cores by role as 'prefill=0,1 decode=2-3', or GPUs as 'prefill=cuda:0 decode=cuda:1'"
+_BETWEEN = "+"
+"""What stands between the cores of a group's processes."""
 
-Spot = tuple[int, ...] | str
-"""A worker's place: cores, or a GPU by name."""
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The cores of each process of a worker that is a group, as many for each."""
+
+    each: tuple[tuple[int, ...], ...]
+
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        """The cores of all."""
+        return tuple(cpu for cpus in self.each for cpu in cpus)
+
+
+Spot = tuple[int, ...] | Ranks | str
+"""A worker's place: cores, cores of a group's processes, or a GPU by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +47,8 @@ class WantedWorkers:
     is_forced: bool = False
     """Whether workers may share cores."""
     text: str = field(default="auto", compare=False)
+    colocated: tuple[int, ...] | Ranks | None = None
+    """The place of the one worker of colocated roles; None: it is not named."""
 
     def __str__(self) -> str:
         return self.text
@@ -50,6 +67,18 @@ class WantedWorkers:
     def gpu_names(self) -> list[str]:
         return [spot for spot in self._spots if isinstance(spot, str)]
 
+    @property
+    def width(self) -> int:
+        """Processes of each worker."""
+        widths = {len(spot.each) for spot in self._all_spots if isinstance(spot, Ranks)}
+        return max(widths, default=1)
+
+    def ranks(self, worker: str) -> tuple[tuple[int, ...], ...]:
+        """Return the cores of each process of a worker; empty: it is one process."""
+        names = [name for role in self.names for name in role]
+        spot = dict(zip(names, self._spots, strict=True)).get(worker, self.colocated)
+        return spot.each if isinstance(spot, Ranks) else ()
+
     def of_each(self, num_prefill: int, num_decode: int) -> WantedWorkers:
         """Want this number of workers per role, without fixed places."""
         return replace(self, prefill=(None,) * num_prefill, decode=(None,) * num_decode)
@@ -61,13 +90,32 @@ class WantedWorkers:
             ConfigError: too few cores for the workers, or some do not exist or are named twice.
         """
         spots = zip((n for role in self.names for n in role), self._spots, strict=True)
-        by_name = {name: spot for name, spot in spots if not isinstance(spot, str)}
+        by_name = {name: _cores(spot) for name, spot in spots if not isinstance(spot, str)}
         names, wanted = list(by_name), list(by_name.values())
         named = [cpu for cpus in wanted if cpus is not None for cpu in cpus]
         if not by_name:
             return {}
         if not named:
             return dict(zip(names, self._shares(available, names), strict=True))
+        self._check(named, available)
+        return {name: cpus or () for name, cpus in by_name.items()}
+
+    def colocated_cores(self, available: list[int]) -> tuple[int, ...]:
+        """Return the cores of the one worker of colocated roles.
+
+        Raises:
+            ConfigError: some do not exist, or are named twice.
+        """
+        cpus = _cores(self.colocated)
+        self._check(list(cpus or ()), available)
+        return tuple(available) if cpus is None else cpus
+
+    def _check(self, named: list[int], available: list[int]) -> None:
+        """Refuse cores that do not exist, or have two users.
+
+        Raises:
+            ConfigError: naming them.
+        """
         missing = sorted(set(named) - set(available))
         if missing:
             raise ConfigError(
@@ -79,11 +127,14 @@ class WantedWorkers:
             raise ConfigError(
                 "two workers share a core", where="place", hint="give each cores of its own"
             )
-        return {name: cpus or () for name, cpus in by_name.items()}
 
     @property
     def _spots(self) -> tuple[Spot | None, ...]:
         return (*self.prefill, *self.decode)
+
+    @property
+    def _all_spots(self) -> tuple[Spot | None, ...]:
+        return (*self._spots, self.colocated)
 
     def _shares(self, available: list[int], names: list[str]) -> list[tuple[int, ...]]:
         """Divide the cores evenly; prefill workers, being compute-bound, come first.
@@ -124,19 +175,52 @@ def parse_place(value: object) -> WantedWorkers:
     if counts := _COUNTS.fullmatch(text):
         num_prefill, num_decode = map(int, counts.groups())
         return WantedWorkers((None,) * num_prefill, (None,) * num_decode, is_forced, value)
+    by_role = _by_role(text)
+    if by_role.keys() == {COLOCATED} and len(by_role[COLOCATED]) == 1:
+        (spot,) = by_role[COLOCATED]
+        if isinstance(spot, str):
+            raise ValueError(_SAY)
+        return WantedWorkers(is_forced=is_forced, text=value, colocated=spot)
+    if by_role.keys() != {PREFILL, DECODE}:
+        raise ValueError(_SAY)
+    spots = (*by_role[PREFILL], *by_role[DECODE])
+    if len({len(spot.each) if isinstance(spot, Ranks) else 1 for spot in spots}) > 1:
+        raise ValueError("all workers as many processes, such as 'prefill=0+1 decode=2+3'")
+    return WantedWorkers(by_role[PREFILL], by_role[DECODE], is_forced, value)
+
+
+def _by_role(text: str) -> dict[str, tuple[Spot, ...]]:
+    """Parse the places of each role's workers."""
     by_role: dict[str, tuple[Spot, ...]] = {}
     for part in text.split():
         role, _, items = part.partition("=")
         if role in by_role:
             raise ValueError(_SAY)
         by_role[role] = tuple(_spot(item) for item in items.split(","))
-    if by_role.keys() != {PREFILL, DECODE}:
-        raise ValueError(_SAY)
-    return WantedWorkers(by_role[PREFILL], by_role[DECODE], is_forced, value)
+    return by_role
+
+
+def _cores(spot: tuple[int, ...] | Ranks | None) -> tuple[int, ...] | None:
+    return spot.cpus if isinstance(spot, Ranks) else spot
 
 
 def _spot(text: str) -> Spot:
+    if _BETWEEN in text:
+        return _ranks(text.split(_BETWEEN))
     return text if GPU_NAME.fullmatch(text) else _cpus(text)
+
+
+def _ranks(parts: list[str]) -> Ranks:
+    """Parse the cores of a group's processes."""
+    are_gpus = [GPU_NAME.fullmatch(part) is not None for part in parts]
+    if are_gpus[0] and (all(are_gpus) or parts[0].startswith("cuda:")):
+        raise ValueError("each GPU a worker of its own: no worker has several yet")
+    if any(are_gpus):
+        raise ValueError("a worker cores alone, such as 0-3+4-7, or a GPU")
+    each = tuple(_cpus(part) for part in parts)
+    if len({len(cpus) for cpus in each}) > 1:
+        raise ValueError("each process of a worker as many cores, such as 0-3+4-7")
+    return Ranks(each)
 
 
 def _cpus(text: str) -> tuple[int, ...]:

@@ -48,6 +48,7 @@ from appliance.hub.facts import ModelFacts, facts_of, facts_of_texts
 from appliance.hub.names import STARTER_FOLDER, HubName, model_name
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.shards import num_shards
 from engine.checkpoint.weights_layout import gpu_layout
 from engine.checkpoint.written_models import memfd_of
 from engine.errors import AlreadyRunning, ConfigError
@@ -64,7 +65,7 @@ from engine.system.own_files import check_own_folder, open_own
 from engine.text.read_models import read_checkpoint
 from engine.text.tokenizer import Tokenizer
 from engine.units import size_text
-from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
+from engine.wire.messages import GpuSpec, GroupSpec, PoolSpec, Setup, WeightsSpec
 
 log = logging.getLogger("penstock")
 
@@ -322,7 +323,7 @@ def make_plan(
         weights_words=weights.words,
         kv_dtype=config.kv_dtype,
         choices=tuple(filter(None, (weights.choice.why, prompts_why))),
-        product_variants=weights.variants_text,
+        product_variants=_product_variants(config, checkpoint, weights),
         kept_pools=kept_pools,
         known=known,
         step_sizes=sizes,
@@ -352,6 +353,13 @@ def _weights_file(config: ServeConfig, placed: PlacedModel) -> WeightsFile | Non
     except OSError as error:
         what = f"cannot keep weights here: {error.strerror}"
         raise ConfigError(what, where=str(folder), hint="choose another with --ssd-dir") from error
+
+
+def _product_variants(config: ServeConfig, checkpoint: Checkpoint, weights: WeightsPlan) -> str:
+    """Describe how products are computed and blocks laid out, if that is unusual."""
+    if config.place.width == 1:
+        return weights.variants_text
+    return f"{weights.variants_text}; shards of {num_shards(checkpoint.config)}"
 
 
 def _with_prompt_steps(
@@ -420,7 +428,7 @@ def _setups(
             block_size=placement.block_size,
             pool=specs[plan.pool],
             weights=specs_by_worker.get(plan.name),
-            cpus=list(plan.cpus),
+            cpus=list(plan.ranks[0] if plan.ranks else plan.cpus),
             max_num_batched_tokens=placement.max_num_batched_tokens,
             max_model_len=placement.max_model_len,
             gpu=_gpu_spec(
@@ -441,9 +449,21 @@ def _setups(
             has_window_blocks=placement.windows.num_each > 0,
             measures_kv=config.kv_dtype != "auto" and plan is placement.workers[0],
             disk_bytes=None if offload is None else offload.disk_bytes,
+            group=_group_spec(plan, placed.checkpoint, weights),
         )
         workers.append((plan, setup))
     return workers, fds
+
+
+def _group_spec(plan: WorkerPlan, checkpoint: Checkpoint, weights: WeightsPlan) -> GroupSpec | None:
+    if not plan.ranks:
+        return None
+    return GroupSpec(
+        [list(cpus) for cpus in plan.ranks],
+        num_shards(checkpoint.config),
+        variant=None if weights.variants is None else weights.variants.few,
+        has_tiles=weights.variants is not None and weights.variants.has_tiles,
+    )
 
 
 def _with_texts(
@@ -518,7 +538,8 @@ def _arenas(
 
     Workers of one NUMA node share an arena; each node has its own. A file is all workers'.
     """
-    if weights.layout is None:
+    is_divided = any(plan.ranks for plan in placement.workers)
+    if weights.layout is None or is_divided:  # each process of a group has its own part
         return {}
     if file is not None:
         names = [plan.name for plan in placement.workers]

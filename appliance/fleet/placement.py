@@ -65,11 +65,24 @@ class WorkerPlan:
     """The NUMA node of its pool and weights; None: any."""
     mps_percent: int | None = None
     """Maximum percent of the GPU's processors; None: all, or not shared."""
+    ranks: tuple[tuple[int, ...], ...] = ()
+    """The cores of each process of a group, as many for each; empty: the worker is one process."""
+
+    @property
+    def num_others(self) -> int:
+        """Processes besides the first."""
+        return max(len(self.ranks) - 1, 0)
 
     @property
     def device(self) -> str:
-        """The device's name for people: `cpu 0-1` or `gpu0`."""
-        return cpu_names(self.cpus) if self.gpu is None else self.gpu.name
+        """The device's name for people: `cpu 0-1`, of a group `cpu 0+1`, or `gpu0`."""
+        return self.cores if self.gpu is None else self.gpu.name
+
+    @property
+    def cores(self) -> str:
+        """Its cores in words, separated by process if it is a group."""
+        each = [cpu_names(cpus).removeprefix("cpu ") for cpus in self.ranks or (self.cpus,)]
+        return f"cpu {'+'.join(each)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +196,7 @@ def place(
     node_of: dict[str, int] = {}
     if roles == "colocated":
         topology = make_topology([COLOCATED], [COLOCATED], "alias")
-        cores_of = {COLOCATED: tuple(cores)}
+        cores_of = {COLOCATED: wanted.colocated_cores(cores)}
     else:
         wanted, cores_of = _cores_by_node(wanted, nodes, transport) or (wanted, wanted.cores(cores))
         node_of = _nodes_of(cores_of, nodes) if transport != "alias" else {}
@@ -200,15 +213,12 @@ def place(
         raise _too_little(topology, kv_memory_bytes, block_bytes, num_own_blocks, windows)
     return Placement(
         topology=topology,
-        workers=tuple(
-            WorkerPlan(w.name, cores_of[w.name], w.pool, node=node_of.get(w.name))
-            for w in topology.workers
-        ),
+        workers=tuple(_plans(topology, cores_of, node_of, wanted)),
         block_bytes=block_bytes,
         max_model_len=min(wanted_len, held_by_pools * BLOCK_SIZE),
         record_blocks=record_blocks,
         windows=windows,
-        reasons=tuple(_reasons(topology, nodes, node_of)),
+        reasons=(*_reasons(topology, nodes, node_of), *_group_reasons(wanted.width)),
     )
 
 
@@ -280,6 +290,22 @@ def _reasons(topology: Topology, nodes: tuple[Node, ...], node_of: dict[str, int
         yield "workers share one KV pool (zero-copy)"
     elif topology.transport is not None:
         yield f"every pair by {topology.transport}, within the host's memory"
+
+
+def _plans(
+    topology: Topology,
+    cores_of: dict[str, tuple[int, ...]],
+    node_of: dict[str, int],
+    wanted: WantedWorkers,
+) -> Iterator[WorkerPlan]:
+    for w in topology.workers:
+        node, ranks = node_of.get(w.name), wanted.ranks(w.name)
+        yield WorkerPlan(w.name, cores_of[w.name], w.pool, node=node, ranks=ranks)
+
+
+def _group_reasons(width: int) -> Iterator[str]:
+    if width > 1:
+        yield f"each worker is {width} processes, each with its part of the weights"
 
 
 def default_kv_bytes(full_length_bytes: int, memory_bytes: int) -> int:
@@ -357,7 +383,7 @@ def placement_lines(placement: Placement) -> list[str]:
 def _cells(placement: Placement, plan: WorkerPlan) -> Iterator[str]:
     pool = placement.topology.pool_by_name[plan.pool]
     yield plan.name
-    yield cpu_names(plan.cpus) if plan.gpu is None else f"{plan.gpu.name}, {plan.gpu.model}"
+    yield plan.cores if plan.gpu is None else f"{plan.gpu.name}, {plan.gpu.model}"
     yield "" if plan.gpu is None else cpu_names(plan.cpus)
     num_bytes = pool.num_blocks * placement.block_bytes
     books = BlockPool("", pool.num_blocks, placement.block_size, 0, placement.windows)

@@ -23,6 +23,7 @@ from appliance.fleet.gpu_placement import (
     packing_on,
     place_on_gpu,
 )
+from appliance.fleet.groups import check_group
 from appliance.fleet.placement import Placement, available_cores, available_memory_bytes, place
 from appliance.fleet.spread import ModelShape, WorkerDevice, check_weights, spread, too_small
 from appliance.fleet.worker_counts import (
@@ -109,6 +110,7 @@ class Placer:
         self._check_cpu_only(gpus)
         dtype = self._dtype(gpus, dtype)
         if not gpus:
+            check_group(self._checkpoint, dtype, config)
             placement = self._on_cores(dtype)
         elif len(gpus) == 1 or config.roles == "colocated":
             others = ", ".join(gpu.name for gpu in gpus[1:])
@@ -124,6 +126,12 @@ class Placer:
         return self._on_cores(dtype, kv_memory_bytes)
 
     def _check_cpu_only(self, gpus: list[Gpu]) -> None:
+        if gpus and self._config.place.width > 1:
+            raise ConfigError(
+                f"a worker of several processes computes on cores, and {gpus[0].name} would serve",
+                where="place",
+                hint="add --devices cpu",
+            )
         if gpus and self._config.kv_dtype != "auto":
             raise ConfigError(
                 f"KV is kept as {self._config.kv_dtype} on CPUs only, and {gpus[0].name} would "

@@ -19,13 +19,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
 
 from appliance.daemon.process.limits import SpareDescriptors
 from appliance.fleet.peer_memory import MemorySharing, PeerPools, log, remove_counters
 from appliance.fleet.placement import WorkerPlan
+from appliance.fleet.rank_processes import GroupFds, when_ended
 from appliance.fleet.worker_state import WorkerState, weights_progress
 from engine.errors import ChannelClosed, ChannelGarbled, WorkerFailed, WorkerUnfit
 from engine.system.python_child import python_command
@@ -57,6 +58,8 @@ BACKOFF_CHECK_S = 0.25
 """How often a waiting worker looks whether the others still serve."""
 SPARE_DESCRIPTORS = 8
 """A restart takes two sockets, a pipe, /dev/null and a counter's memory."""
+SPARE_OF_A_RANK = 4
+"""Descriptors for each other process of a group: two sockets, and a pidfd."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Errors of the machine, not of the worker, that prevent a process."""
 SHORTAGE_PAUSE_S = 1.0
@@ -64,6 +67,8 @@ MAX_FAILED_STARTS = 3
 STOP_GRACE_S = 2.0
 EXIT_GRACE_S = 0.2
 """Maximum time between the end of a worker's channel and its exit."""
+TELLING_S = 1.0
+"""Time in which a group's first process tells why another has exited."""
 GOMP_SPIN_COUNT = "10000"
 """Bounded spinning between parallel regions.
 
@@ -77,6 +82,7 @@ OnDied = Callable[[str, str], None]
 
 
 WORKER_PROGRAM = python_command("-m", "engine.worker")
+RANK_PROGRAM = python_command("-m", "engine.worker.rank")
 
 
 class Supervisor:
@@ -109,7 +115,8 @@ class Supervisor:
         self._started: asyncio.Future[None] | None = None
         self._sharing = MemorySharing([plan for plan, _ in workers], self.send)
         self._peers = PeerPools((setup for _, setup in workers), self.send)
-        self._spare = SpareDescriptors(SPARE_DESCRIPTORS)
+        most_others = max((plan.num_others for plan, _ in workers), default=0)
+        self._spare = SpareDescriptors(SPARE_DESCRIPTORS + most_others * SPARE_OF_A_RANK)
 
     @property
     def is_lost(self) -> bool:
@@ -173,12 +180,8 @@ class Supervisor:
         for worker in self.workers.values():
             if worker.process is None:
                 continue
-            try:
-                grace_s = max(deadline - time.monotonic(), 0.0)
-                await asyncio.to_thread(worker.process.wait, grace_s)
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                await asyncio.to_thread(worker.process.wait)
+            for process in (worker.process, *worker.others):
+                await _ended(process, max(deadline - time.monotonic(), 0.0))
             if worker.setup.gpu is not None:
                 remove_counters(worker.process.pid)
         for task in self._tasks:
@@ -188,18 +191,53 @@ class Supervisor:
 
     def _spawn(self, worker: WorkerState) -> None:
         with self._spare.given_up(), _new_beats(worker) as beats_fd:
-            worker.process, worker.socket = self._start_process(worker, beats_fd)
+            worker.process, *worker.others = self._start_processes(worker, beats_fd)
         worker.pid = worker.process.pid
         worker.state = "loading"
         worker.failure = None
         worker.is_reaped.clear()
 
-    def _start_process(
+    def _start_processes(
         self, worker: WorkerState, beats_fd: int | None
-    ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """Start a worker's process and open our end of its channel."""
-        num_threads = str(len(worker.plan.cpus))
+    ) -> list[subprocess.Popen[bytes]]:
+        """Start a worker's process, or a group's, and open our end of the first one's channel."""
         reach = sorted({cpu for each in self.workers.values() for cpu in each.plan.cpus})
+        common, own = ["--cpus", ",".join(map(str, reach))], list[int]()  # Setup names its own
+        if self._stacks_fd is not None:
+            common += ["--stacks-fd", str(self._stacks_fd)]
+            own.append(self._stacks_fd)
+        started: list[subprocess.Popen[bytes]] = []
+        with closing(GroupFds(worker.plan.num_others)) as group:
+            ours, theirs = socket.socketpair()
+            arguments, fds = group.of_first
+            arguments += ["--channel-fd", str(theirs.fileno())]
+            fds.append(theirs.fileno())
+            if beats_fd is not None:
+                arguments += ["--beats-fd", str(beats_fd)]
+                fds.append(beats_fd)
+            commands = [([*self._program, *arguments], fds)]
+            for rank in range(1, 1 + worker.plan.num_others):
+                arguments, fds = group.of(rank)
+                commands.append(([*RANK_PROGRAM, *arguments], fds))
+            try:
+                for rank, (command, fds) in enumerate(commands):
+                    inherited = [*fds, *own, *self._fds]
+                    env = self._environment(worker, rank)
+                    started.append(_opened([*command, *common], inherited, env))
+            except OSError:
+                ours.close()
+                for process in started:
+                    process.kill()
+                    process.wait()
+                raise
+            finally:
+                theirs.close()
+        worker.socket = ours
+        return started
+
+    def _environment(self, worker: WorkerState, rank: int) -> dict[str, str]:
+        plan = worker.plan
+        num_threads = str(len(plan.ranks[rank] if plan.ranks else plan.cpus))
         env = {
             **os.environ,
             "OMP_NUM_THREADS": num_threads,
@@ -209,35 +247,9 @@ class Supervisor:
         }
         if worker.setup.gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = self._visible_to(worker.setup.gpu)
-        if worker.plan.mps_percent is not None:
-            env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(worker.plan.mps_percent)
-        ours, theirs = socket.socketpair()
-        command = [*self._program, "--channel-fd", str(theirs.fileno())]
-        command += ["--cpus", ",".join(map(str, reach))]  # Setup names its own
-        fds = [theirs.fileno(), *self._fds]
-        if self._stacks_fd is not None:
-            command += ["--stacks-fd", str(self._stacks_fd)]
-            fds.append(self._stacks_fd)
-        if beats_fd is not None:
-            command += ["--beats-fd", str(beats_fd)]
-            fds.append(beats_fd)
-        # Ctrl-C goes to the whole group, and the worker ignores it only once Python is up.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            process = subprocess.Popen(
-                command,
-                pass_fds=fds,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
-            )
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()
-        return process, ours
+        if plan.mps_percent is not None:
+            env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(plan.mps_percent)
+        return env
 
     def _visible_to(self, gpu: GpuSpec) -> str:
         """Return the UUIDs that CUDA may see: one instance, or all whole GPUs in use.
@@ -336,6 +348,7 @@ class Supervisor:
         setup = msgspec.structs.replace(worker.setup, weights=weights, measures_kv=measures_kv)
         channel.send(setup)
         worker.ready_at_s, worker.has_stepped = None, False
+        stop_watching = self._watch_others(worker)
         try:
             while True:
                 report = await channel.receive()
@@ -371,6 +384,27 @@ class Supervisor:
                 worker.failure = WorkerFailed(error.what)
             worker.channel = None
             channel.close()
+        finally:
+            stop_watching()
+
+    def _watch_others(self, worker: WorkerState) -> Callable[[], None]:
+        """Watch a group's processes besides the first; return what gives that up."""
+        watches = ExitStack()
+        for rank, process in enumerate(worker.others, 1):
+            ended = functools.partial(self._other_ended, worker, rank)
+            watches.callback(when_ended(process, ended))
+        return watches.close
+
+    def _other_ended(self, worker: WorkerState, rank: int) -> None:
+        """End a group of which one process has ended: the first may wait for it for ever."""
+        first, code = worker.process, worker.others[rank - 1].wait()
+        if first is None or code == 0 or self._is_stopping:  # it exits so after the first
+            return
+        worker.failure = WorkerFailed(f"its process {rank} ended: {_describe_exit(code)}")
+        if code < 0:
+            first.kill()
+        else:  # by an error, which it has told
+            asyncio.get_running_loop().call_later(TELLING_S, first.kill)
 
     def _log_progress(self) -> None:
         """Print a line every PROGRESS_S of a long load, and one at its end."""
@@ -487,6 +521,8 @@ class Supervisor:
         except subprocess.TimeoutExpired:
             worker.process.kill()  # it cannot be heard any more
             code = await asyncio.to_thread(worker.process.wait)
+        for process in worker.others:
+            await _ended(process, 0.0)
         worker.state = "restarting"
         cause = str(worker.failure) if worker.failure else _describe_exit(code)
         about = f"worker {worker.plan.name} (pid {worker.pid}) died: {cause}"
@@ -507,6 +543,30 @@ class Supervisor:
             where=worker.plan.name,
             hint="see its output above; the kernel log shows out-of-memory kills",
         )
+
+
+async def _ended(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Wait for a process to end; kill it when the time is over. A thread waits, not the loop."""
+    try:
+        await asyncio.to_thread(process.wait, grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        await asyncio.to_thread(process.wait)
+
+
+def _opened(command: list[str], fds: list[int], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    # Ctrl-C goes to the whole group, and the worker ignores it only once Python is up.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            command,
+            pass_fds=fds,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager

@@ -89,6 +89,8 @@ def share_memory(
         ConfigError: the setting cannot be followed, or nothing fits.
     """
     asked = config.offload_weights
+    if config.place.width > 1:  # check_group() has refused a number
+        return MemoryShares(None, None)
     if any(plan.gpu is not None for plan in placement.workers):
         if isinstance(asked, int):
             what = "weights cannot stay on disk on GPUs yet"

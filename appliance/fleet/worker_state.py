@@ -9,7 +9,7 @@ import asyncio
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from appliance.fleet.placement import WorkerPlan
@@ -62,6 +62,8 @@ class WorkerState:
     has_loaded: bool = False
     """True once its share of the weights is loaded; the memfd outlives the worker."""
     process: subprocess.Popen[bytes] | None = None
+    others: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """The processes of a group besides the first, in the order of their ranks."""
     socket: socket.socket | None = None
     channel: DaemonChannel | None = None
     failure: WorkerFailed | None = None
@@ -75,6 +77,21 @@ class WorkerState:
         if self.ready_at_s is None:
             return False
         return self.has_stepped or time.monotonic() - self.ready_at_s > STABLE_AFTER_S
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes, the first before the others; empty: it has none."""
+        return [] if self.pid is None else [self.pid, *(each.pid for each in self.others)]
+
+    def cpus_used(self, told: Collection[int]) -> list[int]:
+        """Return the cores that it computes on now.
+
+        Args:
+            told: the cores that the router has given to it; it gives none to a group.
+        """
+        if not self.plan.ranks:
+            return list(told)
+        return list(self.plan.cpus) if self.state == "ready" else []
 
     @property
     def num_beats(self) -> int:

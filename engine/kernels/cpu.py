@@ -80,6 +80,9 @@ class Kernels(Protocol):
     def rate(self, *arguments: float) -> None:
         """Compute log-probabilities of tokens, and of each row's likeliest."""
 
+    def reduce(self, *arguments: float) -> None:
+        """Wait for a group's other processes, and add up what all have computed."""
+
     def record(self) -> None:
         """Write down every call from now on."""
 

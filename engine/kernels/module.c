@@ -35,6 +35,7 @@ static const struct kernel kernels[] = {
     {NAMED(split_gates), 3},
     {NAMED(draw), RELEASES_ALWAYS},
     {NAMED(rate), RELEASES_ALWAYS},
+    {NAMED(reduce), RELEASES_ALWAYS},
 };
 
 /* The calls since record(): the number of the kernel, then its words; one after the other. */
@@ -135,6 +136,7 @@ CALLED(delta, 9)
 CALLED(split_gates, 10)
 CALLED(draw, 11)
 CALLED(rate, 12)
+CALLED(reduce, 13)
 
 /* record(): from now on every call is also written down. */
 static PyObject *record(PyObject *module, PyObject *ignored)
@@ -255,6 +257,7 @@ static PyMethodDef functions[] = {
     ROW(split_gates),
     ROW(draw),
     ROW(rate),
+    ROW(reduce),
     {"record", record, METH_NOARGS, NULL},
     {"recorded", recorded, METH_NOARGS, NULL},
     {"replay", replay, METH_O, NULL},

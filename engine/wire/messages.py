@@ -127,6 +127,24 @@ class TextModelSpec(msgspec.Struct, frozen=True):
     """The ids of `yes` and `no`, if the score compares them."""
 
 
+class GroupSpec(msgspec.Struct, frozen=True):
+    """The processes of one worker, each of which computes some shards of each layer.
+
+    The first, of rank 0, has the channel and leads the others.
+    """
+
+    cpus: list[list[int]]
+    """The cores of each process, the first one's as in Setup."""
+    num_shards: int
+    """Shards of the model; each process has an equal number."""
+    rank: int = 0
+    """The process that gets this Setup."""
+    variant: int | None = None
+    """The kernel that multiplies few rows by pairs; None: no matrix is packed in pairs."""
+    has_tiles: bool = False
+    """Whether a prompt's rows take matrix tiles."""
+
+
 class Setup(msgspec.Struct, tag=True, frozen=True):
     """First message to a worker: everything it needs to load. Answered by WeightsLoaded."""
 
@@ -167,6 +185,8 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     None: the daemon was started before an upgrade, and the worker has the model read."""
     disk_bytes: int | None = None
     """Bytes of weights that each step reads from disk; None: all stay in memory."""
+    group: GroupSpec | None = None
+    """None: the worker is one process."""
 
     @property
     def pool_dtype(self) -> str:

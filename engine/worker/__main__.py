@@ -8,19 +8,16 @@ Never: chooses its device; a failure to load is reported before it exits.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import faulthandler
-import gc
 import mmap
 import os
-import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from engine.errors import (
     ChannelClosed,
@@ -40,22 +37,24 @@ from engine.wire.messages import (
     WeightsComplete,
     WeightsLoaded,
 )
+from engine.worker.process import load_torch, prepare, set_name
 
 if TYPE_CHECKING:
     import torch
 
     from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.model_config import ModelConfig
     from engine.kernels.cpu import ProductVariants
     from engine.worker.affinity import NodeMemory
     from engine.worker.grammars import Grammars
+    from engine.worker.group import Followers
+    from engine.worker.model.shards import Shards
     from engine.worker.model.transformer import Transformer
     from engine.worker.model.weight import Weight
     from engine.worker.model.weights_ahead import FileRange, WeightsAhead
     from engine.worker.speculation import Speculation
     from engine.worker.text_batches import TextBatches
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 _PROGRESS_INTERVAL_NS = 200_000_000
 
 
@@ -66,28 +65,18 @@ def main() -> int:
     parser.add_argument("--cpus", required=True)
     parser.add_argument("--stacks-fd", type=int)
     parser.add_argument("--beats-fd", type=int)
+    parser.add_argument("--link-fds")
+    parser.add_argument("--memory-fd", type=int)
     options = parser.parse_args()
-    faulthandler.enable()
-    if options.stacks_fd is not None:  # a report asks for them, also while we hang
-        faulthandler.register(signal.SIGUSR1, options.stacks_fd, all_threads=True)
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to groups, too
-        signal.signal(number, signal.SIG_IGN)
-    # all cores that it may ever use: OpenMP counts them when loaded, and hardly spins in a
-    # larger team afterwards
-    os.sched_setaffinity(0, [int(cpu) for cpu in options.cpus.split(",")])
+    prepare(options.cpus, options.stacks_fd)
     channel = WorkerChannel(socket.socket(fileno=options.channel_fd))
     try:
-        gc.disable()  # while modules load: they make thousands of objects, and no garbage
-        # before Setup, so that it overlaps with what the daemon has to do
-        import torch  # noqa: F401
-
-        gc.freeze()
-        gc.enable()
+        load_torch()  # before Setup, so that it overlaps with what the daemon has to do
         setup = channel.expect(Setup)
-        libc.prctl(_PR_SET_NAME, f"penstock-{setup.worker}"[:15].encode())
-        _serve(channel, setup, None if options.beats_fd is None else Beats(options.beats_fd))
+        set_name(setup.worker)
+        beats = None if options.beats_fd is None else Beats(options.beats_fd)
+        links = [int(fd) for fd in (options.link_fds or "").split(",") if fd]
+        _serve(channel, setup, beats, links, options.memory_fd)
     except ChannelClosed:
         return 0
     except PenstockError as error:
@@ -100,15 +89,20 @@ def main() -> int:
         return 1
 
 
-def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoReturn:
+def _serve(
+    channel: WorkerChannel,
+    setup: Setup,
+    beats: Beats | None,
+    links: list[int],
+    memory_fd: int | None,
+) -> NoReturn:
+    """Load and step; with links to other processes, as the first of a group."""
     from engine.worker.affinity import NodeMemory, use_cores
     from engine.worker.copying import probe
     from engine.worker.kv_pool import PagesAhead, map_pool
     from engine.worker.logits_loss import kv_loss, weights_loss
     from engine.worker.loop import StepLoop
-    from engine.worker.model.transformer import Transformer
     from engine.worker.runner import Runner
-    from engine.worker.self_test import faults_of_cores
 
     use_cores(setup.cpus)
     progress = _Progress(channel)
@@ -119,7 +113,8 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
     if setup.gpu is not None:
         _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars, progress)
     near = NodeMemory(setup.node)
-    weights, variants, is_measurer, ranges = _loaded(checkpoint, setup, near, progress)
+    followers = _followers(links, memory_fd, setup)
+    loaded = _loaded(checkpoint, setup, near, progress, followers)
     channel.send(WeightsLoaded())
     channel.expect(WeightsComplete)
     pool = map_pool(setup.pool, config, setup.block_size, setup.pool_dtype)
@@ -127,11 +122,7 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
     specs = setup.other_pools
     others = {s.name: map_pool(s, config, setup.block_size, setup.pool_dtype) for s in specs}
     probes = {name: probe(pool, other) for name, other in others.items()}
-    faults = faults_of_cores(checkpoint, setup)
-    shape = setup.dtype, setup.max_model_len, setup.block_size
-    beat, variant = None if beats is None else beats.beat, setup.attention_variant
-    ahead = _ahead(checkpoint, setup, ranges, beats)
-    transformer = Transformer(config, weights, *shape, variants, variant, beat, faults, ahead)
+    transformer, faults = _transformer(checkpoint, config, setup, loaded, beats, followers)
     progress.heartbeat()
     groups = config.kv_groups.num_groups
     runner = Runner(transformer, pool, setup.block_size, grammars, num_groups=groups)
@@ -145,12 +136,12 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
         eos_token_ids=config.eos_token_ids,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         own_cores=setup.cpus,
-        pages=PagesAhead(pool),
+        pages=PagesAhead(pool) if followers is None else None,  # each process makes its own
         speculation=speculation,
         texts=_texts(channel, setup, progress, beats),
     )
     alive, model = progress.heartbeat, (transformer, checkpoint)
-    loss = weights_loss(*model, setup.dtype, alive) if is_measurer else None
+    loss = weights_loss(*model, setup.dtype, alive) if loaded.is_measurer else None
     of_kv = kv_loss(*model, setup.kv_dtype, alive) if setup.measures_kv else None
     attention = transformer.attention_backend
     notes = [*near.notes(pool), *why_not, *faults.values()]
@@ -237,14 +228,62 @@ def _grammars(checkpoint: Checkpoint) -> Grammars:
     return Grammars(load)
 
 
-def _loaded(
-    checkpoint: Checkpoint, setup: Setup, near: NodeMemory, progress: _Progress
-) -> tuple[dict[str, Weight], ProductVariants | None, bool, dict[str, FileRange]]:
-    """Load the weights.
+class _Loaded(NamedTuple):
+    """A worker's weights."""
 
-    Returns:
-        them, how packed ones are multiplied, whether to measure loss, and where they lie in files.
-    """
+    weights: dict[str, Weight]
+    variants: ProductVariants | None = None
+    """How packed ones are multiplied."""
+    is_measurer: bool = False
+    """Whether it measures what quantising them has changed."""
+    ranges: Mapping[str, FileRange] = MappingProxyType({})
+    """Where weights lie in files, if steps read them from disk."""
+    shards: Shards | None = None
+    """The first process's of a group; weights are what it has besides."""
+
+
+def _followers(links: list[int], memory_fd: int | None, setup: Setup) -> Followers | None:
+    """Let the other processes of a group load; None: the worker is one process."""
+    if setup.group is None or memory_fd is None:
+        return None
+    from engine.worker.group import Followers
+
+    followers = Followers(links, memory_fd)
+    followers.begin(setup)
+    return followers
+
+
+def _transformer(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    setup: Setup,
+    loaded: _Loaded,
+    beats: Beats | None,
+    followers: Followers | None,
+) -> tuple[Transformer, dict[str, str]]:
+    """Build the model; return with it why compiled kernels are not used."""
+    from engine.worker.group import LeadingTransformer
+    from engine.worker.model.transformer import Transformer
+    from engine.worker.self_test import faults_of_cores
+
+    shape = setup.dtype, setup.max_model_len, setup.block_size
+    beat = None if beats is None else beats.beat
+    how = (config, loaded.weights, *shape, loaded.variants, setup.attention_variant, beat)
+    if followers is not None and loaded.shards is not None:
+        return LeadingTransformer(followers, *how, shards=loaded.shards), {}
+    faults = faults_of_cores(checkpoint, setup)
+    ahead = _ahead(checkpoint, setup, loaded.ranges, beats)
+    return Transformer(*how, faults, ahead), faults
+
+
+def _loaded(
+    checkpoint: Checkpoint,
+    setup: Setup,
+    near: NodeMemory,
+    progress: _Progress,
+    followers: Followers | None,
+) -> _Loaded:
+    """Load the weights, or a group's shards of them."""
     from engine.checkpoint.weights_layout import AS_STORED
     from engine.kernels.cpu import ProductVariants
     from engine.system.mapped_files import map_unchanged
@@ -252,11 +291,14 @@ def _loaded(
     from engine.worker.model.weights_ahead import ranges_of
     from engine.worker.write_back import WriteBack
 
+    if followers is not None:
+        part = followers.load(checkpoint, setup, progress)
+        return _Loaded(part.weights, part.variants, shards=part.shards)
     spec = setup.weights
     if spec is None:
         weights = load_weights(checkpoint, setup.dtype, None, None, progress)
         ranges = {} if setup.disk_bytes is None else ranges_of(weights, checkpoint, None)
-        return weights, None, False, ranges
+        return _Loaded(weights, ranges=ranges)
     if spec.is_file and spec.is_filled:
         arena = map_unchanged(spec.fd, spec.num_bytes)
     else:
@@ -282,7 +324,7 @@ def _loaded(
     ranges = ranges_of(weights, checkpoint, (arena, spec.fd)) if spec.is_file else {}
     # the weights as stored, which are to be compared, would all be in memory
     is_measurer = spec.weights != AS_STORED and share is not None and not spec.is_file
-    return weights, variants, is_measurer and spec.share_index == 0, ranges
+    return _Loaded(weights, variants, is_measurer and spec.share_index == 0, ranges)
 
 
 def _serve_on_gpu(

@@ -70,6 +70,7 @@ INTERNAL = {
     },
     "starved": "an alert, and the limiting sentence",
     "workers.num_refused": "status names them, with the reason",
+    "workers.other_pids": "status has them",
     "workers.cpu_share": "an alert where it is small",
     "devices.kind": "decides which readings there could be",
 }

@@ -95,8 +95,11 @@ class ModelInService:
             emit=lambda *tokens: self.service.emit(*tokens),
             max_num_batched_tokens=placement.max_num_batched_tokens,
             roles=plan.roles,
-            # on a GPU they only launch steps, and nothing is gained by lending them
-            cores={w.name: w.cpus if w.gpu is None else () for w in placement.workers},
+            # on a GPU they only launch steps, and nothing is gained by lending them;
+            # a group's processes have each their own
+            cores={
+                w.name: () if w.gpu is not None or w.ranks else w.cpus for w in placement.workers
+            },
             profile=None if plan.known is None else plan.known.profile,
             misses=self._misses,
         )
@@ -263,7 +266,7 @@ def _core_watch(plan: BootPlan, supervisor: Supervisor) -> Callable[[], bool]:
     seen = Disturbances(cpus={cpu for worker in on_cores for cpu in worker.cpus})
 
     def is_disturbed() -> bool:
-        pids = [worker.pid for worker in supervisor.workers.values()]
+        pids = [pid for worker in supervisor.workers.values() for pid in worker.pids]
         return seen.look([os.getpid(), *pids], time.monotonic())
 
     return is_disturbed

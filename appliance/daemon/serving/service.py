@@ -431,6 +431,7 @@ class Service:
         if isinstance(report, Stepped):
             self._telemetry.stepped(worker, report)
             num_cores = report.num_cores or self._router.num_cores(worker)
+            num_cores = num_cores or len(self._supervisor.workers[worker].plan.cpus)
             self._energy.stepped(worker, report, num_cores)
             self._router.stepped(worker, report, now_ns)
         elif isinstance(report, TextsComputed):
@@ -540,7 +541,7 @@ class Service:
 
     def make_frame(self) -> None:
         """Take a frame and wake its readers; on failure there is no frame this second."""
-        pids = [worker.pid for worker in self._supervisor.workers.values()]
+        pids = [pid for worker in self._supervisor.workers.values() for pid in worker.pids]
         is_disturbed = self._disturbances.look(pids, time.monotonic())
         self._router.learn(is_disturbed=is_disturbed)
         self._check_when_idle()

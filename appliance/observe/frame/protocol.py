@@ -239,6 +239,8 @@ class WorkerFrame(msgspec.Struct):
     """Rate at which it read from disk in the last second."""
     disk_read_bytes: int | None = None
     """Bytes that it has read from disk since its start."""
+    other_pids: list[int] = []
+    """A group's processes besides the first; CPU and memory add up all of them."""
 
 
 class QueueFrame(msgspec.Struct):

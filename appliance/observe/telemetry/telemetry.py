@@ -51,10 +51,11 @@ def worker_now(frame: WorkerFrame, state: WorkerState | None, snapshot: Snapshot
         frame,
         state=state.state,
         pid=state.pid,
+        other_pids=state.pids[1:],
         num_sequences=own.num_sequences,
         num_prefilling=own.num_prefilling,
         num_restarts=state.num_restarts,
-        cpus_used=list(own.cpus_used),
+        cpus_used=state.cpus_used(own.cpus_used),
     )
 
 
@@ -245,7 +246,7 @@ class Telemetry:
     ) -> list[WorkerFrame]:
         """Describe every worker since the last call."""
         steps, self._steps = self._steps, {}
-        alive = {state.pid for state in states}
+        alive = {pid for state in states for pid in state.pids}
         self._processes = {pid: p for pid, p in self._processes.items() if pid in alive}
         return [
             self._worker(state, steps.get(state.plan.name, _Steps()), snapshot, now_ns, elapsed_s)
@@ -262,11 +263,12 @@ class Telemetry:
         num_steps = len(steps.step_ms)
         since_ns = now_ns - int(elapsed_s * 1e9)
         self._count_step_under_way(name, steps, snapshot, since_ns, now_ns)
-        cpu_percent, rss_bytes = self._process(state.pid)
+        cpu_percent, rss_bytes = self._processes_of(state.pids)
         return WorkerFrame(
             name=name,
             state=state.state,
             pid=state.pid,
+            other_pids=state.pids[1:],
             device=state.device,
             cpus=list(state.plan.cpus) if state.plan.gpu is None else [],
             attention=state.attention,
@@ -284,7 +286,7 @@ class Telemetry:
             num_refused=state.num_refused,
             loaded_bytes=state.loaded_bytes,
             total_bytes=state.total_bytes,
-            cpus_used=list(own.cpus_used),
+            cpus_used=state.cpus_used(own.cpus_used),
             batch_size_mean=steps.num_sequences / num_steps if num_steps else None,
             last_step_age_ms=self._step_age_ms(name, now_ns) if own.owes else None,
         )
@@ -315,10 +317,20 @@ class Telemetry:
         """Return the age of a worker's last step, at most since it got work."""
         return max(0, now_ns - self._active_ns.setdefault(worker, now_ns)) / 1e6
 
-    def _process(self, pid: int | None) -> tuple[float | None, int | None]:
+    def _processes_of(self, pids: list[int]) -> tuple[float | None, int | None]:
+        """Return CPU percent and resident bytes of all; None: not known of each."""
+        percents, sizes = (
+            zip(*map(self._process, pids), strict=True) if pids else ((None,), (None,))
+        )
+        known = [each for each in percents if each is not None]
+        resident = [each for each in sizes if each is not None]
+        return (
+            sum(known) if len(known) == len(percents) else None,
+            sum(resident) if len(resident) == len(sizes) else None,
+        )
+
+    def _process(self, pid: int) -> tuple[float | None, int | None]:
         """Return CPU percent since the last call, and resident bytes."""
-        if pid is None:
-            return None, None
         try:
             is_known = pid in self._processes
             process = self._processes.setdefault(pid, psutil.Process(pid))

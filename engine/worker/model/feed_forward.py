@@ -32,7 +32,8 @@ class FeedForward:
         gate_up, has_bias = [prefix + name for name in config.family.gate_up], config.has_mlp_bias
         how = weights, gate_up, config.hidden_act, backend.gated
         self._gated = linears.make_gated(*how, has_bias=has_bias)
-        self._down = linears.make(weights, [f"{prefix}down_proj"], has_bias=has_bias)
+        down = [f"{prefix}down_proj"]
+        self._down = linears.make(weights, down, has_bias=has_bias, kind="output")
 
     def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
         """Return what a step's tokens [num_tokens, hidden_size] become."""

@@ -43,6 +43,8 @@ from engine.worker.model.layer_inputs import LayerInput, LayerInputs
 from engine.worker.model.layers import query_growth, rms_norm, rope_table, soft_cap
 from engine.worker.model.linear import Linear, Linears, choose_linears
 from engine.worker.model.records import RecordBlocks
+from engine.worker.model.reduction import ATTENTION, FEED_FORWARD
+from engine.worker.model.shards import Shards
 from engine.worker.model.weight import Weight, embedded
 from engine.worker.model.weights_ahead import WeightsAhead
 
@@ -95,6 +97,7 @@ class Transformer:
         beat: called after each half of a layer, except in replayed steps; None: nothing is.
         faults: why packages are not used on a GPU; None: they are tried.
         ahead: has weights on disk read before a layer; None: all are in memory.
+        shards: of the layers that this process of a group computes; None: it computes whole ones.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Transformer:
         beat: Callable[[], None] | None = None,
         faults: Mapping[str, str] | None = None,
         ahead: WeightsAhead | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.config = config
         self._beat, self._ahead = beat, ahead
@@ -130,20 +134,21 @@ class Transformer:
         linears = choose_linears(self.device.type, self.dtype, take=buffers.take, variants=variants)
         self.linear_backend = linears.name
         """What multiplies by the weights, and why if it is not the best."""
-        self._kinds_of_heads = set(config.heads)
-        self._branches: list[_Branch] = []
-        for layer in range(config.num_layers):
-            rope = config.ropes[layer]
-            rope_index = None if rope is None else self._ropes.index(rope)
-            self._branches += _branches(config, weights, layer, rope_index, self._backend, linears)
+        self._kinds_of_heads = set((config if shards is None else shards.config).heads)
+        how = (self._backend, linears, shards)
+        self._branches = _all_branches(config, weights, self._ropes, *how)
         blocks = (branch.block for branch in self._branches)
         self._recurrent = [block for block in blocks if isinstance(block, GatedDelta)]
         offset = config.family.norm_offset if config.family.has_offset_last else 0.0
         self._norm_weight = _norm_weight(config, weights, f"{prefix}model.norm", offset)
         head = f"{prefix}lm_head"
-        if f"{head}.weight" not in weights:  # tied, and not packed, which makes two of them
-            head = embedding
-        self._head = linears.make(weights, [head], is_kept=True)
+        if shards is None and f"{head}.weight" not in weights:
+            head = embedding  # tied, and not packed, which makes two of them
+        self._head: Linear = (
+            linears.make(weights, [head], is_kept=True)
+            if shards is None
+            else shards.head(head, linears)
+        )
         self._graphs: CpuDecodeGraphs | None = None
         is_compiled = isinstance(self._backend, CompiledBackend)
         is_compiled = is_compiled and all(branch.is_all_kernels for branch in self._branches)
@@ -378,6 +383,22 @@ class _Branch:
         return None
 
 
+def _all_branches(
+    config: ModelConfig,
+    weights: dict[str, Weight],
+    ropes: list[RopeConfig],
+    backend: Backend,
+    linears: Linears,
+    shards: Shards | None,
+) -> list[_Branch]:
+    """Build all layers; each names its RoPE by its place in the list."""
+    branches: list[_Branch] = []
+    for layer, rope in enumerate(config.ropes):
+        rope_index = None if rope is None else ropes.index(rope)
+        branches += _branches(config, weights, layer, rope_index, backend, linears, shards)
+    return branches
+
+
 def _branches(
     config: ModelConfig,
     weights: dict[str, Weight],
@@ -385,15 +406,21 @@ def _branches(
     rope_index: int | None,
     backend: Backend,
     linears: Linears,
+    shards: Shards | None,
 ) -> list[_Branch]:
     """Build a decoder layer: attention, feed-forward, and its own inputs where it has such."""
     prefix = f"{config.family.prefix}model.layers.{layer}."
     attention: _Block
     if config.kv_layers[layer] is None:
         attention = GatedDelta(config, weights, layer, backend, linears)
-    else:
+    elif shards is None:
         attention = _Attention(config, weights, layer, rope_index, backend, linears)
-    mlp = _feed_forward(config, weights, layer, prefix, backend, linears)
+    else:
+        attention = _joined_attention(shards, layer, rope_index, backend, linears)
+    if shards is None:
+        mlp = _feed_forward(config, weights, layer, prefix, backend, linears)
+    else:
+        mlp = _joined_feed_forward(shards, layer, prefix, backend, linears)
 
     def norm(name: str | None) -> torch.Tensor | None:
         offset = config.family.norm_offset
@@ -440,8 +467,35 @@ def _feed_forward(
     return DenseAndExperts(config, weights, prefix, dense, experts, backend)
 
 
+def _joined_attention(
+    shards: Shards, layer: int, rope_index: int | None, backend: Backend, linears: Linears
+) -> _Block:
+    """Build a layer's attention of some heads after others, each shard's in a part of the pool."""
+
+    def make(weights: dict[str, Weight], linears: Linears, shard: int) -> _Block:
+        return _Attention(shards.config, weights, layer, rope_index, backend, linears, shard)
+
+    return shards.joined(ATTENTION, "output", linears, make)
+
+
+def _joined_feed_forward(
+    shards: Shards, layer: int, prefix: str, backend: Backend, linears: Linears
+) -> _Block:
+    """Build a layer's feed-forward of a part of its inner values after others."""
+
+    def make(weights: dict[str, Weight], linears: Linears, _shard: int) -> _Block:
+        return _feed_forward(shards.config, weights, layer, prefix, backend, linears)
+
+    kind = "output" if shards.config.experts_of(layer) is None else "experts"
+    return shards.joined(FEED_FORWARD, kind, linears, make)
+
+
 class _Attention:
-    """Queries of the step's tokens over the keys and values of their sequences."""
+    """Queries of the step's tokens over the keys and values of their sequences.
+
+    Args:
+        shard: its number; the pool has a narrower layer for each shard.
+    """
 
     def __init__(
         self,
@@ -451,9 +505,10 @@ class _Attention:
         rope_index: int | None,
         backend: Backend,
         linears: Linears,
+        shard: int = 0,
     ) -> None:
         prefix = f"{config.family.prefix}model.layers.{layer}.self_attn."
-        self._config = config
+        self._config, self._shard = config, shard
         kv_layer = config.kv_layers[layer]
         assert kv_layer is not None
         self._group, self._layer = config.kv_groups.places[kv_layer]
@@ -470,7 +525,7 @@ class _Attention:
             qkv[2] = qkv[1]
         self._qkv = linears.make(weights, qkv, has_bias=config.has_qkv_bias)
         output = [f"{prefix}o_proj"]
-        self._output = linears.make(weights, output, has_bias=config.has_output_bias)
+        self._output = linears.make(weights, output, has_bias=config.has_output_bias, kind="output")
         self._has_gate = config.family.has_gates_in_queries
         self._sinks = weights[f"{prefix}sinks"].values.float() if config.family.has_sinks else None
         self._qk_norms: list[torch.Tensor] = []
@@ -513,7 +568,7 @@ class _Attention:
         kv, plan, ratio = step.pools[self._heads]
         if self._group:
             plan = plan.windows[self._group - 1]
-        layer = self._layer * ratio
+        layer = self._layer * ratio + self._shard
         backend.place(qkv, num_q, self._rope_index, kv, layer, plan)
         if step.query_growth is not None:
             backend.grow(qkv[:, :num_q], step.query_growth)

@@ -73,3 +73,38 @@ def test_gpus_are_named_beside_cores(text, names):
 def test_names_that_no_gpu_can_have_are_refused(text):
     with pytest.raises(ValueError, match="cuda:0"):
         parse_place(text)
+
+
+def test_cores_of_a_workers_processes_are_named_apart():
+    wanted = parse_place("prefill=0-1+2-3,4+5 decode=6+7")
+    assert wanted.cores(list(range(8))) == {
+        "prefill0": (0, 1, 2, 3),
+        "prefill1": (4, 5),
+        "decode": (6, 7),
+    }
+    assert (wanted.width, wanted.ranks("prefill0")) == (2, ((0, 1), (2, 3)))
+    assert (ONE_OF_EACH.width, ONE_OF_EACH.ranks("decode")) == (1, ())
+    alone = parse_place("colocated=0+1+2+3")
+    assert (alone.width, alone.colocated_cores([0, 1, 2, 3])) == (4, (0, 1, 2, 3))
+    assert alone.ranks("colocated") == ((0,), (1,), (2,), (3,))
+    assert ONE_OF_EACH.colocated_cores([3, 5]) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "about"),
+    [
+        ("prefill=cuda:0+1 decode=cuda:2+3", "GPU"),
+        ("prefill=gpu0+gpu1 decode=gpu2", "GPU"),
+        ("prefill=0+cuda:0 decode=1+2", "cores alone"),
+        ("prefill=gpu0+1 decode=1+2", "cores alone"),
+        ("prefill=0-1+2 decode=3+4", "as many cores"),
+        ("prefill=0+1 decode=2", "as many processes"),
+        ("prefill=0+1 decode=cuda:0", "as many processes"),
+        ("prefill=0+ decode=1+2", "2x1"),
+        ("colocated=0,1", "2x1"),
+        ("colocated=cuda:0", "2x1"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_with_what_would_do(text, about):
+    with pytest.raises(ValueError, match=about):
+        parse_place(text)

@@ -420,3 +420,50 @@ def test_two_are_better_where_tokens_wait_less_and_prompts_hardly_more(
 def test_two_of_which_one_kind_was_not_timed_are_not_compared() -> None:
     assert is_two_better(Profile()) is None
     assert is_two_better(without_decodes(pair_known(200.0, 10.0, 222.0, 14.0))) is None
+
+
+PAIR = "prefill=0-1+2-3 decode=4-5+6-7"
+
+
+def test_a_worker_of_several_processes_has_cores_for_each(
+    models: dict[str, Checkpoint], inventory_of: Any
+) -> None:
+    machine = inventory_of("2xh100-nvlink")
+    prefill, decode = placed(models["1b"], machine, devices="cpu", place=PAIR).placement.workers
+    assert (prefill.device, prefill.cpus) == ("cpu 0-1+2-3", (0, 1, 2, 3))
+    assert decode.ranks == ((4, 5), (6, 7))
+    one = {"devices": "cpu", "roles": "colocated", "place": "colocated=0+1+2+3"}
+    (alone,) = placed(models["1b"], machine, **one).placement.workers
+    assert alone.ranks == ((0,), (1,), (2,), (3,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "where", "about"),
+    [
+        ({"devices": "auto"}, "place", "gpu0 would serve"),
+        ({"place": "prefill=0+1+2 decode=3+4+5"}, "place", "3 processes"),
+        ({"place": "prefill=0+1 decode=1+2"}, "place", "share a core"),
+        ({"place": "prefill=0+1 decode=2+999"}, "place", "core 999"),
+        ({"kv_dtype": "int8"}, "kv_dtype", "int8"),
+        ({"weights": "q8"}, "weights", "quantises"),
+        ({"offload_weights": 1 << 30}, "offload_weights", "on disk"),
+    ],
+)
+def test_what_a_group_cannot_do_is_refused(
+    settings: dict[str, Any],
+    where: str,
+    about: str,
+    models: dict[str, Checkpoint],
+    inventory_of: Any,
+) -> None:
+    machine = inventory_of("2xh100-nvlink")
+    with pytest.raises(ConfigError, match=about) as refused:
+        placed(models["1b"], machine, **{"devices": "cpu", "place": PAIR, **settings})
+    assert refused.value.where == where
+    assert refused.value.hint
+
+
+def test_so_is_a_model_that_has_no_parts(tmp_path: Path, inventory_of: Any) -> None:
+    checkpoint = Checkpoint.open(make_checkpoint(tmp_path / "model", "olmo2"))
+    with pytest.raises(ConfigError, match="norms all heads together"):
+        placed(checkpoint, inventory_of("2xh100-nvlink"), devices="cpu", place=PAIR)

@@ -225,7 +225,7 @@ class Watched:
         plan = SimpleNamespace(name="prefill", cpus=(0,), gpu=None)
         self.state = SimpleNamespace(
             plan=plan, state="ready", pid=None, device="cpu 0", attention=None, num_restarts=0,
-            loaded_bytes=0, total_bytes=0, num_refused=0,
+            loaded_bytes=0, total_bytes=0, num_refused=0, pids=[], cpus_used=list,
         )  # fmt: skip
 
     def frame(self, after_s: float) -> WorkerFrame:

@@ -1,0 +1,58 @@
+"""Which rows and columns are whose, and which models have no shards."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.checkpoint.checkpoint import Checkpoint, expected_shapes
+from engine.checkpoint.shards import Cut, cut_of, num_shards, shard_config, why_no_shards
+from tests.checkpoints import FAMILIES, make_checkpoint
+
+WITHOUT = {"olmo2", "olmo3", "olmoe", "gemma4_text", "gemma4_unified_text",
+           "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}  # fmt: skip
+
+
+@given(
+    runs=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    count=st.sampled_from([1, 2, 4]),
+)
+def test_each_row_belongs_to_one_shard(runs, count):
+    cut = Cut("rows", tuple(runs))
+    rows = [row for shard in range(count) for a, b in cut.rows(shard, count) for row in range(a, b)]
+    assert sorted(rows) == list(range(sum(runs)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shard_has_the_tensors_of_a_smaller_model(family, tmp_path):
+    """What is cut of a model is what a model of a shard's shape has."""
+    checkpoint = Checkpoint.open(make_checkpoint(tmp_path, family))
+    config = checkpoint.config
+    assert (why_no_shards(checkpoint) is not None) == (family in WITHOUT)
+    if family in WITHOUT:
+        return
+    count = num_shards(config)
+    assert count == 2
+    smaller = dict(expected_shapes(shard_config(config, count)))
+    for name, tensor in checkpoint.tensors.items():
+        cut, shape = cut_of(config, name, tensor.shape), list(tensor.shape)
+        if cut is not None and cut.by == "rows":
+            shape[0] //= count
+        elif cut is not None and cut.by == "columns":
+            shape[1] //= count
+        if not name.endswith("lm_head.weight"):  # a vocabulary is nobody's shape
+            assert tuple(shape) == smaller[name], name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"num_key_value_heads": 4}, 4),
+        ({"num_key_value_heads": 4, "intermediate_size": 98}, 2),
+        ({"num_key_value_heads": 1}, 1),
+        ({"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}, 1),
+    ],
+)
+def test_shards_are_as_many_as_heads_and_feed_forwards_allow(overrides, expected, tmp_path):
+    checkpoint = Checkpoint.open(make_checkpoint(tmp_path, **overrides))
+    assert num_shards(checkpoint.config) == expected
+    assert (why_no_shards(checkpoint) is None) == (expected > 1)
