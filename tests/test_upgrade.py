@@ -125,6 +125,6 @@ def test_the_journal_of_0_2_is_continued():
     os.write(fd, (KEPT / "journal").read_bytes())
     journal = Journal(fd)
     assert (journal.head, journal.request) == (HEAD, b"".join(REQUEST))
-    assert journal.draw(int) == "before it was admitted"
+    assert journal.replayed(int) == "before it was admitted"
     assert list(journal.batches) == [BATCH]
     journal.close()

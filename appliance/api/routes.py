@@ -16,12 +16,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from appliance.api.core.appliance import Appliance
+from appliance.api.core.body_threads import BodyThreads
 from appliance.api.core.model_choice import model_not_found
 from appliance.api.core.wire import appliance_of, json_response, peer_of
 from appliance.api.early_refusals import EarlyRefusals
 from appliance.api.edge import ApiApplication
 from appliance.api.endpoints import ENDPOINTS
-from appliance.api.generation import BodyTurns, generating_routes
+from appliance.api.generation import generating_routes
 from appliance.api.ollama.models import ollama_routes
 from appliance.api.openai.replies import model_object, other_model_object, text_model_object
 from appliance.api.openapi import document
@@ -60,7 +61,7 @@ def build_app(appliance: Appliance) -> ApiApplication:
         ],
     )
     edge.state.early = EarlyRefusals(appliance, ENDPOINTS, edge.state.http_counts)
-    edge.state.turns = BodyTurns()
+    edge.state.body_threads = BodyThreads()
     edge.state.responses = ResponseStore()
     return edge
 

@@ -13,7 +13,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -21,6 +21,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from appliance.api.core.body_threads import threads_for
 from appliance.api.core.fair_threads import hang_up
 from appliance.api.core.wire import (
     appliance_of,
@@ -31,7 +32,6 @@ from appliance.api.core.wire import (
     json_response,
     require,
 )
-from appliance.api.generation import BodyTurns
 from appliance.api.texts import bodies
 from appliance.api.texts.ask import TextAsk
 from appliance.api.texts.bodies import Write
@@ -46,6 +46,7 @@ from appliance.api.texts.fields import (
 from appliance.daemon.requests.request import CLIENT_CLOSED_REQUEST, HUNG_UP, Role
 from appliance.daemon.requests.text_encoder import TextEncoder
 from appliance.daemon.requests.text_request import TextRequest
+from appliance.daemon.survival.journal import anew
 from appliance.json.fields import Json, decode_object, undeclared
 from appliance.observe.frame.figures import things
 from engine.errors import RequestError, Unavailable
@@ -114,10 +115,10 @@ async def answer(http: HttpRequest, endpoint: TextEndpoint) -> Response:
         RequestError: it cannot be served, whatever room there is.
     """
     appliance, arrival = appliance_of(http), arrival_of(http)
-    arrival.generates(endpoint.id_prefix)
+    arrival.generates(endpoint.id_prefix, anew)
     peer = require(http, Role.USER)
     body = await http.body()
-    arrival.has_body()
+    arrival.has_body(anew)
     appliance.check_available()
     encoders, served = appliance.text_encoders, appliance.model
 
@@ -126,7 +127,7 @@ async def answer(http: HttpRequest, endpoint: TextEndpoint) -> Response:
         encoder = choose_encoder(fields.get("model"), endpoint.kind, encoders, served)
         return encoder, *endpoint.read(fields, encoder), undeclared(fields, endpoint.fields)
 
-    turns = cast(BodyTurns, http.app.state.turns).of(len(body))
+    turns = threads_for(http, body)
     try:
         encoder, asked, write, ignored = await turns.run(http, read)
     except RequestError as error:

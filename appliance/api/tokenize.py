@@ -28,6 +28,7 @@ from appliance.api.openai.ask import read_chat
 from appliance.api.responses.ask import counted_ask, in_our_words
 from appliance.api.responses.store import previous_items, with_items
 from appliance.daemon.requests.request import ModelInfo
+from appliance.daemon.survival.journal import anew
 from appliance.json.fields import Json, check, decode_object, invalid_value
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
@@ -128,8 +129,8 @@ class _TokenizeApi:
 
         def work() -> Json:
             try:
-                values = with_items(decode_object(body), http)
-                ask = counted_ask(values, appliance.model, previous_items(values, http))
+                values = with_items(decode_object(body), http, anew)
+                ask = counted_ask(values, appliance.model, previous_items(values, http, anew))
                 num_tokens = _num_tokens(ask, appliance)
             except RequestError as error:
                 raise in_our_words(error) from error

@@ -25,9 +25,9 @@ PROMPT = "one two three four " * 7
 
 
 def write_journal(path: Path) -> None:
-    """A request that has drawn a number and taken one batch."""
+    """A request that has taken a value and taken one batch."""
     journal = Journal()
-    journal.draw(lambda: "before it was admitted")
+    journal.replayed(lambda: "before it was admitted")
     journal.open(HEAD, REQUEST)
     journal.took(BATCH)
     journal.flush()

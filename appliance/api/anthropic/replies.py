@@ -15,7 +15,7 @@ from appliance.api.core.stream import Delta
 from appliance.api.formats.text_reading import CallDelta
 from appliance.api.openai.replies import EVENTS, event
 from appliance.daemon.requests.request import Request
-from appliance.daemon.survival.journal import drawn
+from appliance.daemon.survival.journal import Replayed
 from appliance.json.fields import Json
 from engine.errors import RequestError
 from engine.wire.finish_reason import FinishReason
@@ -30,8 +30,8 @@ class MessageShape:
 
     media_type = EVENTS
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, request: Request, replayed: Replayed) -> None:
+        self._request, self._replayed = request, replayed
         self._content: list[Json] = []
         """Blocks; only the last one may be open. A call's input is text until it ends."""
         self._is_open = False
@@ -142,7 +142,7 @@ class MessageShape:
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": num_cached,
                 **self._request.cut_usage,
-                **drawn(lambda: self._request.miss_usage),
+                **self._replayed(lambda: self._request.miss_usage),
             },
         }
 

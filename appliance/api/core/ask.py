@@ -21,7 +21,7 @@ from appliance.api.core.chat_messages import LEFT_OUT, Message, named
 from appliance.api.core.tools import Tools
 from appliance.api.core.tools_in_words import in_words, needs_words
 from appliance.api.formats.format_choice import OutputFormat
-from appliance.daemon.survival.journal import drawn
+from appliance.daemon.survival.journal import Replayed
 from appliance.json.fields import INT64_MAX, invalid_value
 from appliance.observe.frame.figures import things
 from engine.errors import RequestError
@@ -270,6 +270,7 @@ class Ask:
         self,
         num_prompt_tokens: int,
         max_model_len: int,
+        replayed: Replayed,
         *,
         choice: int = 0,
         grammar: str | None = None,
@@ -293,7 +294,7 @@ class Ask:
         if self.base.min_tokens > most:
             what = "max_tokens and output_offset together" if most > max_tokens else "max_tokens"
             raise invalid_value("min_tokens", f"is more than {what}, which is {most}")
-        seed = drawn(secrets.randbits, 63) if self.seed in NO_SEED else self.seed + choice
+        seed = replayed(secrets.randbits, 63) if self.seed in NO_SEED else self.seed + choice
         return msgspec.structs.replace(
             self.base,
             max_tokens=max_tokens,

@@ -11,9 +11,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from contextvars import copy_context
-from functools import partial
-from typing import TypeVar
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -62,27 +62,23 @@ class Turns:
         return sum(map(len, self._lines.values()))
 
     async def run(self, http: HttpRequest, work: Callable[[], R]) -> R:
-        """Do a piece of work in a thread when it is its client's turn.
+        """Do a piece of work in a thread when it is its client's turn; raises as Turn.run."""
+        with self.turn(http) as turn:
+            return await turn.run(work)
 
-        Raises:
-            Unavailable: `busy`: too much waits already.
-            QueueFull: `user_quota`: too much of this peer's does.
-            ClientDisconnect: the client left before it began.
-        """
+    def turn(self, http: HttpRequest) -> Turn:
+        """Make a turn for several pieces of work of one request."""
+        return Turn(self, http)
+
+    async def wait(self, http: HttpRequest) -> Executor:
+        """Wait until a thread is this client's."""
         if self._num_free:
             self._num_free -= 1
         else:
-            await self._turn(http)
-        owner, began_s = peer_of(http).name, time.monotonic()
-        job = asyncio.get_running_loop().run_in_executor(
-            self._threads, partial(copy_context().run, work)
-        )
-        job.add_done_callback(lambda _: self._end(owner, time.monotonic() - began_s))
-        # A thread cannot be stopped: its turn is not over when its client leaves.
-        return await asyncio.shield(job)
+            await self._wait_in_line(http)
+        return self._threads
 
-    async def _turn(self, http: HttpRequest) -> None:
-        """Wait for a thread; returns when it is this client's."""
+    async def _wait_in_line(self, http: HttpRequest) -> None:
         owner = peer_of(http).name
         self._check_room(owner)
         turn = asyncio.get_running_loop().create_future()
@@ -125,7 +121,8 @@ class Turns:
     def _spent(self, owner: str) -> float:
         return self._spent_s.get(owner, 0.0)
 
-    def _end(self, owner: str, took_s: float) -> None:
+    def end(self, owner: str, took_s: float) -> None:
+        """Give a thread back, in which so long was worked for a peer."""
         self._spent_s[owner] = self._spent(owner) + took_s
         self._pass_on()
 
@@ -140,6 +137,42 @@ class Turns:
         line.popleft().set_result(None)
         if line:
             self._lines[owner] = line
+
+
+class Turn(AbstractContextManager["Turn"]):
+    """A thread for one request: waited for at its first piece of work, and kept until the end."""
+
+    def __init__(self, turns: Turns, http: HttpRequest) -> None:
+        self._turns, self._http = turns, http
+        self._threads: Executor | None = None
+        self._began_s = 0.0
+        self._job: asyncio.Future[Any] | None = None
+
+    async def run(self, work: Callable[[], R]) -> R:
+        """Do a piece of work.
+
+        Raises:
+            Unavailable: `busy`: too much waits already.
+            QueueFull: `user_quota`: too much of this peer's does.
+            ClientDisconnect: the client left before it began.
+        """
+        if self._threads is None:
+            self._threads = await self._turns.wait(self._http)
+            self._began_s = time.monotonic()
+        job = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        self._job = job
+        return await asyncio.shield(job)
+
+    def __exit__(self, *_: object) -> None:
+        """Give the thread back. One that works on cannot be stopped: its turn ends when it does."""
+        if self._job is None or self._job.done():
+            self._end()
+        else:
+            self._job.add_done_callback(lambda _: self._end())
+
+    def _end(self) -> None:
+        if self._threads is not None:
+            self._turns.end(peer_of(self._http).name, time.monotonic() - self._began_s)
 
 
 async def hang_up(http: HttpRequest) -> None:

@@ -22,7 +22,7 @@ from appliance.api.formats.text_reading import (
     TextReading,
     partial_match_chars,
 )
-from appliance.daemon.survival.journal import drawn
+from appliance.daemon.survival.journal import Replayed
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([A-Za-z0-9_.\-]+)")
@@ -35,6 +35,7 @@ class OutputParser:
     Args:
         output_format: how the model writes calls and reasoning.
         tools: that may be called; None: nothing is a call.
+        replayed: gives calls their ids.
         is_reasoning: the prompt ends within the reasoning.
         is_free: the output need not match a grammar from its beginning on, which leaves no room
             for reasoning.
@@ -44,6 +45,7 @@ class OutputParser:
         self,
         output_format: OutputFormat,
         tools: Tools | None,
+        replayed: Replayed,
         *,
         is_reasoning: bool = False,
         is_free: bool = True,
@@ -54,7 +56,7 @@ class OutputParser:
         self._is_forced = tools is not None and tools.is_required
         self._reading = TextReading(
             tools.schemas if tools else {},
-            partial(drawn, output_format.tools.new_call_id),
+            partial(replayed, output_format.tools.new_call_id),
             is_reasoning=is_reasoning and self._thoughts is not None,
         )
         has_channels = output_format.tools.is_harmony and (is_free or self._is_forced)

@@ -5,29 +5,30 @@ Invariant: a request that is prepared can be served, whatever room there is.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
-from starlette.requests import Request as HttpRequest
-
 from appliance.api.core.appliance import Appliance
 from appliance.api.core.ask import Ask, Chat, PromptText
 from appliance.api.core.branches import branches
+from appliance.api.core.endpoint import Asked
+from appliance.api.core.enter import Entry
 from appliance.api.core.prompts import infill_of
 from appliance.api.core.stream import PromptEcho
 from appliance.api.core.tools import Tools
-from appliance.api.core.wire import appliance_of, arrival_of, client_request_id
-from appliance.daemon.requests.request import ModelInfo, Request
+from appliance.daemon.requests.request import ModelInfo
+from appliance.daemon.survival.journal import Replayed
 from appliance.json.fields import invalid_value, unsupported
 from appliance.observe.frame.figures import things
 from engine.errors import RequestError, Unreadable
 from engine.scheduler.cache.hashes import PrefixChain
-from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.text.tokenizer import Detokenizer, Tokenizer
 from engine.wire.run_spec import RunSpec
+
+MAX_INLINE_CHARS = 4096
+"""Longer texts are tokenized in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,24 @@ class Prepared:
     """Numbers of a chat's tokens after which other chats may continue differently."""
 
 
-def prepare(appliance: Appliance, ask: Ask, user: str) -> Prepared:
-    """Do what takes time: templates, tokenizing, hashes, a grammar; from any thread.
+async def prepare(entry: Entry, asked: Asked) -> Prepared:
+    """Do what takes time: templates, tokenizing, hashes, a grammar.
+
+    Raises:
+        RequestError: the request cannot be served, whatever room there is.
+    """
+    work = partial(prepared, entry.appliance, asked.ask, entry.owner, entry.replayed)
+    return await entry.run(work, is_quick=_is_quick(asked.ask))
+
+
+def _is_quick(ask: Ask) -> bool:
+    """Tell whether the prompts of a small body are prepared at once."""
+    has_more = ask.is_chat or ask.constraint or ask.bad_words
+    return not has_more and sum(map(len, ask.prompts)) <= MAX_INLINE_CHARS
+
+
+def prepared(appliance: Appliance, ask: Ask, user: str, replayed: Replayed) -> Prepared:
+    """Prepare a request of a user, from any thread.
 
     Raises:
         RequestError: the request cannot be served, whatever room there is.
@@ -75,53 +92,21 @@ def prepare(appliance: Appliance, ask: Ask, user: str) -> Prepared:
     if ask.chat and model.has_records and hasher is not None:
         parts_at = branches(ask.chat, ids[0], tokenizer, model.output_format)
     predicted = _predicted(ask, tokenizer, model)
-    sampling = partial(ask.sampling, grammar=grammar, bad_words=bad_words)
+    sampling = partial(
+        ask.sampling,
+        max_model_len=model.max_model_len,
+        replayed=replayed,
+        grammar=grammar,
+        bad_words=bad_words,
+    )
     specs = [
-        RunSpec(sampling(len(one), model.max_model_len, choice=choice), scope, user, predicted)
+        RunSpec(sampling(len(one), choice=choice), scope, user, predicted)
         for one in ids
         for choice in range(ask.num_choices)
     ]
     text = "\n".join(texts) or None
     ignored = (*ignored, *unenforced)
     return Prepared(text, ids, prefixes, specs, echoes, changes, ignored, parts_at)
-
-
-def request_of(http: HttpRequest, ask: Ask, prepared: Prepared) -> Request:
-    """Make the request with its sequences, as the queue takes it."""
-    appliance, arrival = appliance_of(http), arrival_of(http)
-    # A wait for a swap came before, and is of the queue: the two stages change places.
-    tokenized_ns = time.monotonic_ns() - arrival.swap_wait_ns
-    sequences = []
-    for index, spec in enumerate(prepared.specs):
-        place, choice = divmod(index, ask.num_choices)
-        prefix = prepared.prefixes[place]
-        sequences.append(
-            Sequence(
-                seq_id=appliance.next_seq_id(),
-                request_id=arrival.request_id,
-                index=index,
-                prompt_token_ids=prepared.prompts[place],
-                spec=spec,
-                stamps=Stamps(arrived_ns=arrival.arrived_ns, tokenized_ns=tokenized_ns),
-                prefix=prefix.copy() if prefix is not None and choice else prefix,
-                branches=prepared.branches,
-            )
-        )
-    is_cut = any(spec.sampling.max_tokens < (ask.max_tokens or 0) for spec in prepared.specs)
-    return Request(
-        request_id=arrival.request_id,
-        endpoint=http.url.path,
-        model=appliance.model.model_id,
-        peer=arrival.peer,
-        is_stream=ask.is_stream,
-        received_at=arrival.received_at,
-        sequences=sequences,
-        prompt_text=prepared.text,
-        client_request_id=client_request_id(http),
-        swap_wait_ms=arrival.swap_wait_ns / 1e6,
-        message_changes=prepared.changes,
-        asked_max_tokens=ask.max_tokens if is_cut else None,
-    )
 
 
 def _token_ids(

@@ -28,7 +28,7 @@ from appliance.api.core.wire import (
     ignored_header,
 )
 from appliance.daemon.requests.request import CLIENT_CLOSED_REQUEST, FAILED, HUNG_UP, Request
-from appliance.daemon.survival.journal import Differs, drawn
+from appliance.daemon.survival.journal import Differs, Replayed
 from engine.errors import RequestError, Unavailable
 from engine.wire.finish_reason import FinishReason
 
@@ -83,6 +83,7 @@ class Reply:
         echoes: list[PromptEcho],
         form: ReplyForm,
         refusal: Callable[[RequestError], RequestError],
+        replayed: Replayed,
     ) -> None:
         """Open the reply; the request may be admitted from now on.
 
@@ -91,12 +92,10 @@ class Reply:
             echoes: what each prompt's choices begin with; empty if prompts are not repeated.
             refusal: puts a refusal in the words of the API that was asked.
         """
-        self._http = http
+        self.http, self.ask, self.form = http, ask, form
         self._appliance = appliance_of(http)
-        self._ask = ask
-        self._request = request
-        self._reply = OpenReply(self._appliance, request, ask, echoes)
-        self._shape = form
+        self._request, self._replayed = request, replayed
+        self._reply = OpenReply(self._appliance, request, ask, replayed, echoes)
         self._in_its_words = refusal
         self._has_hung_up = False
 
@@ -139,8 +138,8 @@ class Reply:
             body = await self._written(self._whole, list(whole.values()))
             response = Response(body, headers=self.headers(), media_type="application/json")
         else:
-            response = error_response(self._http, failure)
-            arrival_of(self._http).refusal = None
+            response = error_response(self.http, failure)
+            arrival_of(self.http).refusal = None
             # Tokens were spent on it: a client that repeats it by itself doubles the load.
             response.headers["x-should-retry"] = "false"
         await response(scope, receive, send)
@@ -148,8 +147,8 @@ class Reply:
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Write server-sent events: headers at once, then one write for all that is ready."""
-        write_part = arrival_of(self._http).write_part
-        headers = self.headers() | UNBUFFERED | {"content-type": self._shape.media_type}
+        write_part = arrival_of(self.http).write_part
+        headers = self.headers() | UNBUFFERED | {"content-type": self.form.media_type}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         try:
@@ -160,30 +159,30 @@ class Reply:
         except Exception:  # noqa: BLE001 - the border of one reply
             # The status is out already: an event is the only way left to say it.
             _log.exception("request %s failed", self._request.request_id)
-            last = self._shape.failure(_internal("internal error"))
+            last = self.form.failure(_internal("internal error"))
             await write_part(last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return 200
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         """Yield one write for all that is ready."""
-        if opening := self._shape.opening():
+        if opening := self.form.opening():
             yield opening
         async for deltas in self._reply.deltas(KEEP_ALIVE_S):
             failure = self._failure(deltas)
             if failure is not None:
-                yield self._shape.failure(failure)
+                yield self.form.failure(failure)
                 return
             if not deltas:
-                yield self._shape.alive(drawn(self._appliance.queue_place, self._request))
+                yield self.form.alive(self._replayed(self._appliance.queue_place, self._request))
             elif piece := await self._written(self._events, deltas):
                 yield piece
-        yield self._shape.closing()
+        yield self.form.closing()
 
     async def _written(self, write: Callable[[list[Delta]], bytes], deltas: list[Delta]) -> bytes:
         """Write deltas; in a thread where they are large, so that other replies continue."""
-        of_prompt = self._ask.prompt_logprobs is not None
-        if of_prompt or self._ask.logprobs is not None:
+        of_prompt = self.ask.prompt_logprobs is not None
+        if of_prompt or self.ask.logprobs is not None:
             num_logprobs = sum(one.num_logprobs(has_prompt=of_prompt) for one in deltas)
         else:
             num_logprobs = 0
@@ -192,14 +191,14 @@ class Reply:
         return await asyncio.to_thread(write, deltas)
 
     def _whole(self, deltas: list[Delta]) -> bytes:
-        return msgspec.json.encode(self._shape.whole(deltas))
+        return msgspec.json.encode(self.form.whole(deltas))
 
     def _events(self, deltas: list[Delta]) -> bytes:
-        return b"".join(map(self._shape.events, deltas))
+        return b"".join(map(self.form.events, deltas))
 
     def headers(self) -> dict[str, str]:
         """Return the headers beyond every reply's."""
-        return ignored_header(self._ask.ignored)
+        return ignored_header(self.ask.ignored)
 
     def _failure(self, deltas: list[Delta]) -> RequestError | None:
         """Why there is no proper end; a cancel by its own id is one, with reason `abort`."""
@@ -210,7 +209,7 @@ class Reply:
             failed = next(d.sequence for d in deltas if d.finish_reason is FinishReason.ERROR)
             why = failed.error or "generation failed"
             if failed.is_refused:
-                return self._in_its_words(self._ask.cannot_follow(why))
+                return self._in_its_words(self.ask.cannot_follow(why))
             return _internal(why)
         if FinishReason.ABORT in reasons and self._request.cancelled_by == "drain":
             return Unavailable("the daemon is stopping", code="draining")

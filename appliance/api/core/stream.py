@@ -20,6 +20,7 @@ from appliance.api.core.ask import Ask
 from appliance.api.core.output_parser import OutputParser
 from appliance.api.formats.text_reading import CallDelta, Part, ReasoningDelta, partial_match_chars
 from appliance.daemon.requests.request import Request, TokensEmitted
+from appliance.daemon.survival.journal import Replayed
 from engine.scheduler.sequences.sequence import Sequence
 from engine.text.tokenizer import Detokenizer
 from engine.wire.finish_reason import FinishReason
@@ -145,6 +146,7 @@ class OpenReply:
         appliance: Appliance,
         request: Request,
         ask: Ask,
+        replayed: Replayed,
         echoes: list[PromptEcho] | None = None,
     ) -> None:
         """Open a reply.
@@ -160,6 +162,7 @@ class OpenReply:
                 appliance,
                 sequence,
                 ask,
+                replayed,
                 echoes[sequence.index // ask.num_choices] if echoes else None,
                 request.prompt_text or "",
             )
@@ -203,6 +206,7 @@ class _SequenceText:
         appliance: Appliance,
         sequence: Sequence,
         ask: Ask,
+        replayed: Replayed,
         echo: PromptEcho | None,
         prompt_text: str,
     ) -> None:
@@ -226,7 +230,7 @@ class _SequenceText:
             context_ids = []
         self._detokenizer = Detokenizer(tokenizer, context_ids)
         self._shown = tokenizer if ask.shows_special else None
-        self._parser = _parser(appliance, sequence, ask, prompt_text)
+        self._parser = _parser(appliance, sequence, ask, replayed, prompt_text)
         marks = appliance.model.output_format.tokens if self._parser else ()
         self._marks = {one: text for text, one in tokenizer.special_ids(marks).items()}
         """Special tokens that have a text here: it tells where calls and reasoning begin."""
@@ -333,7 +337,7 @@ class _SequenceText:
 
 
 def _parser(
-    appliance: Appliance, sequence: Sequence, ask: Ask, prompt_text: str
+    appliance: Appliance, sequence: Sequence, ask: Ask, replayed: Replayed, prompt_text: str
 ) -> OutputParser | None:
     """Make what finds reasoning and calls; None where neither is wanted, as in completions."""
     if not ask.is_chat:
@@ -345,6 +349,7 @@ def _parser(
     return OutputParser(
         output_format,
         ask.tools,
+        replayed,
         is_reasoning=output_format.begins_reasoning(prompt_text),
         is_free=ask.constraint is None and not (must_call and sequence.sampling.grammar),
     )

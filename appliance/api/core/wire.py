@@ -24,7 +24,7 @@ from starlette.types import Scope
 from appliance.api.core.appliance import Appliance
 from appliance.api.core.dialects import Dialect, dialect_of, error_body
 from appliance.daemon.requests.request import Peer, Role
-from appliance.daemon.survival.journal import Journal, drawn
+from appliance.daemon.survival.journal import Journal, Replayed
 from appliance.observe.frame.protocol import utc_now
 from engine.errors import Forbidden, RequestError
 
@@ -82,11 +82,11 @@ class Arrival:
         """Keep it where all handlers of this request find it."""
         scope.setdefault("state", {})[_KEY] = self
 
-    def generates(self, id_prefix: str) -> None:
+    def generates(self, id_prefix: str, replayed: Replayed) -> None:
         """Name its id by the kind of text it asks for, as clients expect."""
-        self.request_id = f"{id_prefix}{drawn(secrets.token_hex, 12)}"
+        self.request_id = f"{id_prefix}{replayed(secrets.token_hex, 12)}"
 
-    def has_body(self) -> None:
+    def has_body(self, replayed: Replayed) -> None:
         """Note that the whole body has arrived.
 
         A client that sends slowly has not waited for us, and gains no place in the queue by it.
@@ -95,7 +95,7 @@ class Arrival:
         if self._has_body:
             return
         self._has_body = True
-        self.arrived_ns, self.received_at = drawn(time.monotonic_ns), drawn(utc_now)
+        self.arrived_ns, self.received_at = replayed(time.monotonic_ns), replayed(utc_now)
 
 
 def arrival_of(http: Request) -> Arrival:

@@ -18,6 +18,7 @@ import msgspec
 from appliance.api.core import fields as chats
 from appliance.api.core.ask import Ask, PromptTooLong
 from appliance.api.core.chat_messages import Conversation, read_messages
+from appliance.api.core.endpoint import NothingToGenerate
 from appliance.api.ollama import fields as bodies
 from appliance.api.openai.ask import ask_of_chat, ask_of_completion
 from appliance.daemon.requests.request import ModelInfo
@@ -47,19 +48,6 @@ _REFUSED = {
     "template": "is a program, and is not run; `raw` sends a bare prompt",
 }
 """Fields of /api/generate that are known and not supported, unless they are empty."""
-
-
-class NothingToGenerate(Exception):
-    """A request that only loads or unloads a model; it carries the whole reply."""
-
-    def __init__(self, reply: Json, keep_alive_s: float | None) -> None:
-        super().__init__("nothing to generate")
-        self.reply = reply
-        self.keep_alive_s = keep_alive_s
-
-    def told(self, *, is_unloaded: bool) -> Json:
-        """Return the reply, which says what becomes of the model."""
-        return {**self.reply, "done_reason": "unload" if is_unloaded else "load"}
 
 
 def chat_ask_of(values: Json, model: ModelInfo) -> Ask:
@@ -168,24 +156,21 @@ class _Unloading(msgspec.Struct):
     messages: list[Any] | None = None
 
 
-def unloaded(path: str, body: bytes, name: str) -> NothingToGenerate | None:
-    """Answer a request that only unloads a model; None: it asks for something else."""
+def unloaded(empty: Json, body: bytes, name: str) -> NothingToGenerate | None:
+    """Answer a request that only unloads a model; None: it asks for something else.
+
+    Args:
+        empty: the reply's empty part.
+    """
     try:
         asked = msgspec.json.decode(body, type=_Unloading)
-        is_unloading = path in UNLOADING and keep_alive_s(asked.keep_alive) == 0
+        is_unloading = keep_alive_s(asked.keep_alive) == 0
     except (*NOT_JSON, ValueError):
         return None  # it will be refused in the usual words
     if not is_unloading or asked.prompt or asked.messages:
         return None
-    told = {"model": name, "created_at": utc_now(), **UNLOADING[path], "done": True}
+    told = {"model": name, "created_at": utc_now(), **empty, "done": True}
     return NothingToGenerate(told, 0.0)
-
-
-UNLOADING: dict[str, Json] = {
-    "/api/generate": {"response": ""},
-    "/api/chat": {"message": {"role": "assistant", "content": ""}},
-}
-"""Endpoints that unload models, and the reply's empty part."""
 
 
 def _form(value: str | Json | None) -> chats.ResponseFormat | None:

@@ -13,7 +13,7 @@ import msgspec
 from appliance.api.core.dialects import Dialect, error_body
 from appliance.api.core.stream import Delta
 from appliance.daemon.requests.request import Request
-from appliance.daemon.survival.journal import drawn
+from appliance.daemon.survival.journal import Replayed
 from appliance.json.fields import Json
 from appliance.json.lines import encode_line
 from appliance.observe.frame.protocol import utc_now
@@ -32,8 +32,8 @@ class OllamaShape:
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, request: Request, *, is_chat: bool) -> None:
-        self._request = request
+    def __init__(self, request: Request, replayed: Replayed, *, is_chat: bool) -> None:
+        self._request, self._replayed = request, replayed
         self._is_chat = is_chat
         self._calls: list[list[str]] = []
         """Name and arguments of each; a call is told once it is complete."""
@@ -101,7 +101,7 @@ class OllamaShape:
             said = {"message": said}
         else:
             said["response"] = text
-        return {"model": self._request.model, "created_at": drawn(utc_now), **said}
+        return {"model": self._request.model, "created_at": self._replayed(utc_now), **said}
 
     def _end(self) -> Json:
         """Write the reason and the times in nanoseconds, without those not measured."""

@@ -10,14 +10,12 @@ import asyncio
 from typing import Any
 
 import msgspec
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message
 
 from appliance.api.core.respond import Reply
 from appliance.api.core.wire import json_response
 from appliance.api.responses.replies import ResponseShape
-from appliance.daemon.survival.journal import current
 
 ENDS_WITH = {"x-penstock-ends-with": "daemon"}
 """A daemon that is killed takes it along, and no socket tells its client."""
@@ -25,17 +23,19 @@ _RUNNING: set[asyncio.Task[None]] = set()
 """The loop keeps no task alive by itself."""
 
 
-def begin(http: HttpRequest, reply: Reply, form: ResponseShape) -> Response:
-    """Answer that a response is queued, and let it be written."""
+def respond(reply: Reply) -> Reply | Response:
+    """Send a reply; in the background, answer that it is queued, and write it behind that."""
+    form = reply.form
+    if not (reply.ask.is_background and isinstance(form, ResponseShape)):
+        return reply
     told = form.begun()
-    current.set(None)  # no later daemon writes it again
-    task = asyncio.get_running_loop().create_task(_write(http, reply, form))
+    task = asyncio.get_running_loop().create_task(_write(reply, form))
     _RUNNING.add(task)
     task.add_done_callback(_RUNNING.discard)
     return json_response(told, headers=reply.headers() | ENDS_WITH)
 
 
-async def _write(http: HttpRequest, reply: Reply, form: ResponseShape) -> None:
+async def _write(reply: Reply, form: ResponseShape) -> None:
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -44,7 +44,7 @@ async def _write(http: HttpRequest, reply: Reply, form: ResponseShape) -> None:
     async def receive() -> Any:
         await asyncio.get_running_loop().create_future()  # its client has its answer
 
-    await reply(http.scope, receive, send)
+    await reply(reply.http.scope, receive, send)
     if sent and sent[0].get("status") != 200:
         body = msgspec.json.decode(b"".join(one.get("body", b"") for one in sent))
         form.failed({"code": "server_error", "message": body["error"]["message"]})

@@ -17,7 +17,7 @@ from appliance.api.formats.text_reading import CallDelta
 from appliance.api.openai.logprobs import chat_entries
 from appliance.api.openai.replies import EVENTS, event, input_of, keep_alive
 from appliance.daemon.requests.request import Request
-from appliance.daemon.survival.journal import drawn
+from appliance.daemon.survival.journal import Replayed
 from appliance.json.fields import Json
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
@@ -98,13 +98,14 @@ class ResponseShape:
         self,
         request: Request,
         fields: Json,
+        replayed: Replayed,
         *,
         created_at: int,
         origins: Mapping[str, Origin],
         tokenizer: Tokenizer | None = None,
         keep: Callable[[Json], None] | None = None,
     ) -> None:
-        self._request = request
+        self._request, self._replayed = request, replayed
         self._keep, self._tokenizer = keep, tokenizer
         self._num_tokens = 0
         self._entries: list[Any] = []
@@ -213,7 +214,7 @@ class ResponseShape:
         ]
 
     def _begin_message(self) -> bytes:
-        message: Json = {"id": f"msg_{drawn(secrets.token_hex, 12)}", "type": "message"}
+        message: Json = {"id": f"msg_{self._replayed(secrets.token_hex, 12)}", "type": "message"}
         begun = self._begin({**message, "role": "assistant", "content": []}, None)
         part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._output[-1]["content"].append(part)
@@ -223,7 +224,7 @@ class ResponseShape:
         """Reasoning, in an item of its own."""
         begun = b""
         if not self._is_open or self._output[-1]["type"] != "reasoning":
-            item: Json = {"id": f"rs_{drawn(secrets.token_hex, 12)}", "type": "reasoning"}
+            item: Json = {"id": f"rs_{self._replayed(secrets.token_hex, 12)}", "type": "reasoning"}
             begun = self._begin({**item, "summary": [], "content": []}, None)
             part = {"type": self._thought.part, "text": ""}
             self._output[-1][self._thought.place].append(part)
@@ -241,7 +242,7 @@ class ResponseShape:
             origin = self._origins.get(call.name or "") or Origin(call.name or "", None, False)
             is_custom = origin.is_custom
             kind, holds = ("custom_tool_call", "input") if is_custom else _FUNCTION_CALL
-            item: Json = {"id": f"fc_{drawn(secrets.token_hex, 12)}", "type": kind}
+            item: Json = {"id": f"fc_{self._replayed(secrets.token_hex, 12)}", "type": kind}
             item |= {"call_id": call.call_id, "name": origin.name, holds: ""}
             if origin.namespace is not None:
                 item["namespace"] = origin.namespace

@@ -31,7 +31,7 @@ from appliance.api.core.wire import (
 )
 from appliance.api.responses import fields as bodies
 from appliance.daemon.requests.request import Role
-from appliance.daemon.survival.journal import drawn
+from appliance.daemon.survival.journal import Replayed
 from appliance.json.fields import Json, check
 from engine.errors import RequestError
 
@@ -207,7 +207,7 @@ async def forget(http: HttpRequest) -> Response:
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-def previous_items(values: Json, http: HttpRequest) -> list[Json]:
+def previous_items(values: Json, http: HttpRequest, replayed: Replayed) -> list[Json]:
     """Find the items of the conversation to continue; empty where it begins.
 
     Raises:
@@ -217,7 +217,7 @@ def previous_items(values: Json, http: HttpRequest) -> list[Json]:
     if not previous:
         return []
     try:
-        return drawn(_store(http).items, previous, peer_of(http).name)
+        return replayed(_store(http).items, previous, peer_of(http).name)
     except RequestError as error:
         raise RequestError(
             f"there is no response `{previous[:200]}` to continue",
@@ -227,7 +227,7 @@ def previous_items(values: Json, http: HttpRequest) -> list[Json]:
         ) from error
 
 
-def with_items(values: Json, http: HttpRequest) -> Json:
+def with_items(values: Json, http: HttpRequest, replayed: Replayed) -> Json:
     """Put items into a body's input in the places of references to them, and give all an id.
 
     A reference to what is not kept, or is another client's, stays.
@@ -242,20 +242,22 @@ def with_items(values: Json, http: HttpRequest) -> Json:
     for index, one in enumerate(asked):
         if isinstance(one, dict):
             if one.get("type") == "item_reference" or one.keys() == {"id"}:
-                one = drawn(_store(http).item, str(one.get("id")), owner) or one
+                one = replayed(_store(http).item, str(one.get("id")), owner) or one
             if not isinstance(one.get("id"), str):
                 one = {**one, "id": f"item_{prefix}_{index}"}
         items.append(one)
     return {**values, "input": items}
 
 
-def keep_for(values: Json, http: HttpRequest) -> Callable[[Json], None] | None:
+def keep_for(
+    values: Json, http: HttpRequest, replayed: Replayed
+) -> Callable[[Json], None] | None:
     """Make what keeps a response; None where its client does not want that."""
     if check(values, bodies.StoredResponses).store is False:
         return None
     owner, store = peer_of(http).name, _store(http)
     asked = [one for one in values["input"] if isinstance(one, dict)]
-    items = [*previous_items(values, http), *asked]
+    items = [*previous_items(values, http, replayed), *asked]
 
     def keep(response: Json) -> None:
         store.keep(owner, response, [*items, *response["output"]])

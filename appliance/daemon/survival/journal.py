@@ -1,10 +1,10 @@
 """Record what a reply depends on, so that the next daemon can write the same bytes again.
 
-A reply follows from its request, from values that were drawn for it (ids, seeds, times), and from
+A reply follows from its request, from values that were taken for it (ids, seeds, times), and from
 its tokens, in the batches in which the reply took them. The journal records all three in a memfd
 that outlives the daemon. The next daemon sends the request through the same code, and answers each
-draw and each wait for tokens from the journal.
-Owns: the records of one request, and the journal of the running task.
+such value and each wait for tokens from the journal.
+Owns: the records of one request.
 Invariant: a record is in the memfd before the first byte of the reply that depends on it. A torn
 last record is dropped.
 Never: writes a reply, or knows an API.
@@ -18,8 +18,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -46,7 +45,7 @@ class _Kind(enum.IntEnum):
 
     HEAD = 1
     REQUEST = 2
-    DRAWN = 3
+    VALUE = 3
     BATCH = 4
     TAKEN_UP = 5
     PING = 6
@@ -131,6 +130,18 @@ _HEAD = msgspec.msgpack.Decoder(Head)
 _encode = msgspec.msgpack.Encoder().encode
 
 
+class Replayed(Protocol):
+    """Take a value that a reply depends on, an id, a seed or a time, as the dead daemon took it."""
+
+    def __call__(self, source: Callable[..., T], *args: Any) -> T:
+        """Return what `source` gave the dead daemon; without one, what it gives now."""
+
+
+def anew(source: Callable[..., T], *args: Any) -> T:
+    """Take a value for a reply that ends with this daemon."""
+    return source(*args)
+
+
 class Journal:
     """The journal of one request: a new one, or the one that a dead daemon left.
 
@@ -157,7 +168,7 @@ class Journal:
         """CLOCK_MONOTONIC of the dead daemon's last record."""
         self.silent_s = 0.0
         """How long the reply had been silent when this daemon took it up."""
-        self._draws: deque[Any] = deque()
+        self._values: deque[Any] = deque()
         self._unwritten: list[bytes] = []
         self.num_deaths = 0
         """Daemons that have died during the request."""
@@ -190,8 +201,8 @@ class Journal:
                 self.batches.append(_BATCH.decode(record))
                 if self.batches[-1]:
                     self._num_take_ups = 0
-            elif kind == _Kind.DRAWN:
-                self._draws.append(msgspec.msgpack.decode(record))
+            elif kind == _Kind.VALUE:
+                self._values.append(msgspec.msgpack.decode(record))
             elif kind == _Kind.TAKEN_UP:
                 self._num_take_ups += 1
                 self.num_deaths += 1
@@ -240,13 +251,13 @@ class Journal:
         """Say whether a dead daemon's request has its row already: its client has left."""
         return self.is_replay and self.fd < 0
 
-    def draw(self, source: Callable[..., T], *args: Any) -> T:
-        """Return the value that was drawn before, or draw and record it."""
-        if self._draws:
-            value: T = self._draws.popleft()
+    def replayed(self, source: Callable[..., T], *args: Any) -> T:
+        """Return the dead daemon's value, or take and record a new one."""
+        if self._values:
+            value: T = self._values.popleft()
             return value
         value = source(*args)
-        self._add(_Kind.DRAWN, value)
+        self._add(_Kind.VALUE, value)
         return value
 
     def took(self, batch: list[Tokens]) -> None:
@@ -298,15 +309,6 @@ class Journal:
     def _add(self, kind: _Kind, content: object) -> None:
         if not self._is_off:
             self._unwritten.append(_framed(kind, _encode(content)))
-
-
-current: ContextVar[Journal | None] = ContextVar("journal", default=None)
-
-
-def drawn(source: Callable[..., T], *args: Any) -> T:
-    """Draw a value that a reply depends on: an id, a seed, a time."""
-    journal = current.get()
-    return source(*args) if journal is None else journal.draw(source, *args)
 
 
 def _failure_of(head: Head | None) -> bytes:

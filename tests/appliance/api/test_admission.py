@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from appliance.api import endpoints, generation
+from appliance.api.core import body_threads, decode
 from appliance.json.fields import MAX_MARKS, decode_object
 from tests.worlds.daemon_parts import until
 
@@ -49,18 +49,18 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_for_none_of_them(
     gate, entered = threading.Event(), []
 
     def slow(body):
-        if len(body) > generation.MAX_SMALL_BYTES:
+        if len(body) > body_threads.MAX_SMALL_BYTES:
             entered.append(len(body))
             assert gate.wait(120)
         return decode_object(body)
 
-    monkeypatch.setattr(endpoints, "decode_object", slow)
-    large = {"prompt": "hello", "max_tokens": 1, "x": "x" * generation.MAX_SMALL_BYTES}
+    monkeypatch.setattr(decode, "decode_object", slow)
+    large = {"prompt": "hello", "max_tokens": 1, "x": "x" * body_threads.MAX_SMALL_BYTES}
     try:
         waiting = [await served.post("/v1/completions", large) for _ in range(3)]
-        await until(lambda: len(entered) == generation.NUM_THREADS)
+        await until(lambda: len(entered) == body_threads.NUM_THREADS)
         assert (await served.chat(max_tokens=1)).status_code == 200
-        assert len(entered) == generation.NUM_THREADS
+        assert len(entered) == body_threads.NUM_THREADS
         _, writer = waiting.pop()
         writer.close()  # whose work has not begun
     finally:

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from appliance.api import endpoints
-from appliance.api.generation import MAX_INLINE_BYTES
+from appliance.api.core.body_threads import MAX_INLINE_BYTES
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving

@@ -7,10 +7,11 @@ import pytest
 from appliance.api.anthropic.ask import messages_ask
 from appliance.api.core.branches import LEAST_TOKENS, branches
 from appliance.api.core.chat_messages import LEFT_OUT
-from appliance.api.core.prepare import prepare
+from appliance.api.core.prepare import prepared
 from appliance.api.formats.format_choice import PLAIN, output_format_of
 from appliance.api.openai.ask import chat_ask
 from appliance.daemon.requests.request import ModelInfo
+from appliance.daemon.survival.journal import anew
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import CHAT_TEMPLATE
@@ -201,5 +202,5 @@ def test_only_models_with_records_have_a_use_for_them(has_records):
     appliance.model = dataclasses.replace(appliance.model, has_records=has_records)
     appliance.hasher = PrefixHasher(bytes(32), b"", 4)
     body = {"messages": [SYSTEM, user("Why?")]}
-    prepared = prepare(appliance, chat_ask(body, MODEL), "ana")
-    assert len(prepared.branches) == has_records
+    made = prepared(appliance, chat_ask(body, MODEL), "ana", anew)
+    assert len(made.branches) == has_records

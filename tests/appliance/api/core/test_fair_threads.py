@@ -158,6 +158,17 @@ async def test_a_thread_whose_client_is_gone_is_not_given_to_another(desk: Desk)
     assert await second == "b1"
 
 
+async def test_a_turn_keeps_its_thread_for_the_next_piece_of_work(desk: Desk) -> None:
+    with desk.turns.turn(Client("a").http) as turn:
+        assert await turn.run(lambda: 1) == 1
+        waiting = await desk.ask("b1")
+        assert await turn.run(lambda: 2) == 2
+        assert desk.begun == []
+        assert desk.turns.num_waiting == 1
+    desk.go("b1")
+    assert await waiting == "b1"
+
+
 async def test_work_is_done_where_no_thread_can_be_started(monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")

@@ -12,6 +12,7 @@ from appliance.api.core.tools import Tools
 from appliance.api.formats.format_choice import THOUGHTS, OutputFormat
 from appliance.api.formats.text_reading import CallDelta, ReasoningDelta
 from appliance.api.formats.tool_format import FORMATS
+from appliance.daemon.survival.journal import anew
 
 SCHEMA = {
     "type": "object",
@@ -46,7 +47,7 @@ def read(parser: OutputParser, pieces: list[str]):
 
 
 def parsed(name: str, pieces: list[str], is_parallel: bool = True):
-    parser = OutputParser(OutputFormat(FORMATS[name]), tools_of(is_parallel))
+    parser = OutputParser(OutputFormat(FORMATS[name]), tools_of(is_parallel), anew)
     return read(parser, pieces)[:2]
 
 
@@ -310,7 +311,7 @@ def test_reasoning_is_split_off(name, text, is_begun, content, reasoning, has_to
     output_format = OutputFormat(FORMATS["hermes"], THOUGHTS[name])
     for pieces in ([text], list(text)):
         tools = tools_of() if has_tools else None
-        parser = OutputParser(output_format, tools, is_reasoning=is_begun)
+        parser = OutputParser(output_format, tools, anew, is_reasoning=is_begun)
         assert read(parser, pieces) == (content, [], reasoning)
 
 
@@ -319,20 +320,20 @@ def test_a_call_within_the_reasoning_is_a_call():
     before, after = "I need the weather.", " so I think"
     text = f"{before}\n\n{QWEN}\n{after}\n</think>\nDone."
     for pieces in ([text], list(text)):
-        parser = OutputParser(output_format, tools_of(), is_reasoning=True)
+        parser = OutputParser(output_format, tools_of(), anew, is_reasoning=True)
         assert read(parser, pieces) == ("Done.", [PARIS], f"{before}\n{after}")
 
 
 def test_the_channels_of_harmony_are_told_apart():
     text = HARMONY.replace("<|call|>", "<|end|><|start|>assistant<|channel|>final<|message|>Done.")
     for pieces in ([text], list(text)):
-        parser = OutputParser(OutputFormat(FORMATS["harmony"]), tools_of())
+        parser = OutputParser(OutputFormat(FORMATS["harmony"]), tools_of(), anew)
         assert read(parser, pieces) == ("Done.", [PARIS], "The user asks.")
 
 
 def test_an_answer_that_must_match_a_grammar_has_no_reasoning():
     output_format = OutputFormat(FORMATS["hermes"], THOUGHTS["think"])
-    parser = OutputParser(output_format, None, is_reasoning=True, is_free=False)
+    parser = OutputParser(output_format, None, anew, is_reasoning=True, is_free=False)
     assert read(parser, ['{"a": "<think>"}']) == ('{"a": "<think>"}', [], "")
 
 
@@ -341,7 +342,7 @@ def test_a_forced_call_that_is_cut_off_leaves_no_markup(name):
     begun = FORMATS[name].syntax.opening + FORMATS[name].syntax.begin
     for size in range(1, len(begun) + 1):
         parser = OutputParser(
-            OutputFormat(FORMATS[name]), tools_of(is_required=True), is_free=False
+            OutputFormat(FORMATS[name]), tools_of(is_required=True), anew, is_free=False
         )
         assert read(parser, [begun[:size]])[:2] == ("", [])
 
@@ -372,7 +373,7 @@ def test_arguments_come_through_as_they_were_written(calls, is_ascii):
 
 
 def test_arguments_are_passed_on_before_they_are_complete():
-    parser = OutputParser(OutputFormat(FORMATS["hermes"]), tools_of())
+    parser = OutputParser(OutputFormat(FORMATS["hermes"]), tools_of(), anew)
     (begun, *_) = parser.push('<tool_call>\n{"name": "f", "arguments": {')
     assert (begun.name, begun.index) == ("f", 0)
     assert [part.arguments for part in parser.push('"city": "Par')] == ['"city": "Par']

@@ -11,6 +11,7 @@ from appliance.api.core.ask import Ask
 from appliance.api.core.stream import Delta, OpenReply, StopMatcher
 from appliance.api.openai.ask import chat_ask, completion_ask
 from appliance.daemon.requests.request import ModelInfo, Peer, Request, TokensEmitted
+from appliance.daemon.survival.journal import anew
 from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
 from engine.wire.finish_reason import FinishReason
@@ -81,7 +82,7 @@ def told(deltas: list[Delta], index: int = 0) -> str:
 async def spoken(appliance, chunks, *, stop=(), reason=FinishReason.LENGTH) -> list[Delta]:
     """The deltas of one sequence that emits these chunks of ids, each read before the next."""
     request = request_of()
-    reply = OpenReply(appliance, request, asking(stop))
+    reply = OpenReply(appliance, request, asking(stop), anew)
     deltas: list[Delta] = []
     stream = reply.deltas()
     for number, ids in enumerate(chunks):
@@ -104,7 +105,7 @@ async def test_tokens_become_text_and_the_last_delta_says_why_it_ended(appliance
 
 async def test_whatever_waits_is_taken_at_once(appliance):
     request = request_of(2)
-    reply = OpenReply(appliance, request, asking())
+    reply = OpenReply(appliance, request, asking(), anew)
     ids = appliance.tokenizer.encode("hello", False)
     for token_id in ids:
         emit(request, [token_id], index=0)
@@ -121,7 +122,7 @@ async def test_whatever_waits_is_taken_at_once(appliance):
 
 async def test_silence_is_reported_and_loses_nothing(appliance):
     request = request_of()
-    stream = OpenReply(appliance, request, asking()).deltas(0.01)
+    stream = OpenReply(appliance, request, asking(), anew).deltas(0.01)
     assert await anext(stream) == []
     assert await anext(stream) == []
     emit(request, appliance.tokenizer.encode("hello", False), reason=FinishReason.LENGTH)
@@ -178,7 +179,7 @@ async def test_a_special_token_that_only_begins_a_stop_string_has_no_text(applia
 
 async def test_tokens_that_come_after_a_stop_are_dropped(appliance):
     request = request_of(2)
-    reply = OpenReply(appliance, request, asking(("b",)))
+    reply = OpenReply(appliance, request, asking(("b",)), anew)
     emit(request, appliance.tokenizer.encode("abab", False), index=0)
     emit(request, appliance.tokenizer.encode("aaaa", False), index=0)
     emit(request, appliance.tokenizer.encode("cc", False), index=1, reason=FinishReason.LENGTH)
@@ -205,7 +206,7 @@ async def test_the_id_that_ends_a_sequence_is_no_text(appliance):
 
 async def test_logprobs_stay_with_their_tokens_and_know_where_the_text_begins(appliance):
     request = request_of()
-    reply = OpenReply(appliance, request, asking(("c",)))
+    reply = OpenReply(appliance, request, asking(("c",)), anew)
     ids = appliance.tokenizer.encode("aäbcd", False)
     logprobs = [TokenLogprob(-float(i), [], []) for i in range(len(ids))]
     emit(request, ids, reason=FinishReason.LENGTH, logprobs=logprobs)
@@ -273,7 +274,7 @@ async def continued(appliance, before, after, stops, *, has_ended=True) -> Delta
     ask = completion_ask(body, ModelInfo("m", 10_000, 300, (), None, 0), 1)
     request.sequences[0].prompt_token_ids = [1, *before]
     request.sequences[0].spec = RunSpec(ask.sampling(1 + len(before), 10_000))
-    reply = OpenReply(appliance, request, ask)
+    reply = OpenReply(appliance, request, ask, anew)
     said = Delta(request.sequences[0])
     emit(request, after, reason=FinishReason.LENGTH if has_ended else None)
     async for deltas in reply.deltas(0.01):
@@ -319,7 +320,7 @@ async def test_a_required_call_is_whole_where_only_its_marks_are_cut_off(
 ):
     request, several = request_of(), {"parallel_tool_calls": True}
     tool = {"type": "function", "function": {"name": "f"}}
-    reply = OpenReply(appliance, request, asking(tools=[tool], tool_choice=choice, **several))
+    reply = OpenReply(appliance, request, asking(tools=[tool], tool_choice=choice, **several), anew)
     emit(request, appliance.tokenizer.encode(text, False), reason=FinishReason.LENGTH)
     deltas = await collect(reply)
     assert deltas[-1].finish_reason is reason

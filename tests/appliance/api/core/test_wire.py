@@ -8,6 +8,7 @@ from starlette.requests import Request
 from appliance.api.core.dialects import Dialect, dialect_of, error_body
 from appliance.api.core.wire import Arrival, arrival_of, client_request_id
 from appliance.daemon.requests.request import Peer
+from appliance.daemon.survival.journal import anew
 from engine.errors import RequestError, Unavailable
 
 
@@ -27,14 +28,14 @@ def test_each_has_an_id_of_its_own_which_says_what_is_asked():
     first, second = Arrival(write_part), Arrival(write_part)
     assert first.request_id != second.request_id
     assert first.request_id.startswith("req-")
-    first.generates("cmpl-")
+    first.generates("cmpl-", anew)
     assert first.request_id.startswith("cmpl-")
 
 
 def test_its_time_begins_when_its_body_is_whole():
     arrival = Arrival(write_part)
     before = arrival.arrived_ns
-    arrival.has_body()
+    arrival.has_body(anew)
     assert arrival.arrived_ns > before
     assert arrival.received_at.endswith("Z")
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from appliance.api.core.ask import Ask, PromptTooLong
 from appliance.api.openai.ask import CHAT_NEUTRAL, COMPLETION_NEUTRAL, chat_ask, completion_ask
 from appliance.daemon.requests.request import ModelInfo
+from appliance.daemon.survival.journal import anew
 from appliance.json.fields import decode_object
 from engine.errors import RequestError
 
@@ -48,12 +49,12 @@ def refusal(parse, **fields) -> RequestError:
 
 def test_defaults_are_openais():
     ask = completion()
-    sampling = ask.sampling(10, MODEL.max_model_len)
+    sampling = ask.sampling(10, MODEL.max_model_len, anew)
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (16, 1.0, 1.0)
     assert (sampling.top_k, sampling.min_p, sampling.logprobs) == (0, 0.0, None)
     assert not ask.is_stream
     assert not ask.include_usage
-    assert sampling.seed != ask.sampling(10, MODEL.max_model_len).seed
+    assert sampling.seed != ask.sampling(10, MODEL.max_model_len, anew).seed
 
 
 def test_the_models_own_defaults_hold_until_a_request_says_otherwise():
@@ -67,9 +68,9 @@ def test_the_models_own_defaults_hold_until_a_request_says_otherwise():
 
 
 def test_absent_max_tokens_is_what_the_context_leaves():
-    assert completion().sampling(95, 100).max_tokens == 5
-    assert chat().sampling(10, 100).max_tokens == 90
-    assert chat().sampling(10, 100_000).max_tokens == 99_990
+    assert completion().sampling(95, 100, anew).max_tokens == 5
+    assert chat().sampling(10, 100, anew).max_tokens == 90
+    assert chat().sampling(10, 100_000, anew).max_tokens == 99_990
 
 
 def test_an_operators_default_holds_where_a_chat_names_no_limit():
@@ -77,33 +78,33 @@ def test_an_operators_default_holds_where_a_chat_names_no_limit():
     messages = [{"role": "user", "content": "a"}]
 
     def limit(**fields):
-        return chat_ask({"messages": messages, **fields}, model).sampling(10, 100_000)
+        return chat_ask({"messages": messages, **fields}, model).sampling(10, 100_000, anew)
 
     assert limit().max_tokens == 2048
     assert limit(max_tokens=4096).max_tokens == 4096
     assert limit(max_tokens=-1).max_tokens == 99_990
     ask = completion_ask({"prompt": "a"}, model, max_prompts=1)
-    assert ask.sampling(10, 100_000).max_tokens == 16
+    assert ask.sampling(10, 100_000, anew).max_tokens == 16
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
 def test_a_limit_of_minus_one_is_the_room_left(name):
-    assert chat(**{name: -1}).sampling(10, 100).max_tokens == 90
+    assert chat(**{name: -1}).sampling(10, 100, anew).max_tokens == 90
     if name != "max_completion_tokens":
-        assert completion(**{name: -1}).sampling(10, 100).max_tokens == 90
+        assert completion(**{name: -1}).sampling(10, 100, anew).max_tokens == 90
     assert refusal(chat, **{name: -2}).param == name
 
 
 @pytest.mark.parametrize("max_tokens", [11, 32_000, 64_000, 2**62])
 def test_a_limit_beyond_the_room_left_is_cut_to_it(max_tokens):
-    assert chat(max_tokens=max_tokens).sampling(90, 100).max_tokens == 10
-    assert completion(max_tokens=max_tokens).sampling(90, 100).max_tokens == 10
+    assert chat(max_tokens=max_tokens).sampling(90, 100, anew).max_tokens == 10
+    assert completion(max_tokens=max_tokens).sampling(90, 100, anew).max_tokens == 10
 
 
 @pytest.mark.parametrize("max_tokens", [None, 11, 2**62])
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(max_tokens):
     with pytest.raises(PromptTooLong, match=r"100 tokens.*has 100") as error:
-        chat(max_tokens=max_tokens).sampling(100, 100)
+        chat(max_tokens=max_tokens).sampling(100, 100, anew)
     assert (error.value.code, error.value.param) == ("context_length_exceeded", "messages")
 
 
@@ -145,11 +146,11 @@ def test_max_completion_tokens_wins_over_max_tokens():
 
 @pytest.mark.parametrize(("seed", "wanted"), [(0, 0), (7, 7), (2**63 - 1, 2**63 - 1)])
 def test_a_seed_is_kept(seed, wanted):
-    assert completion(seed=seed).sampling(1, 100).seed == wanted
+    assert completion(seed=seed).sampling(1, 100, anew).seed == wanted
 
 
 def test_a_negative_seed_becomes_one_that_workers_take():
-    seeds = {completion(seed=seed).sampling(1, 100).seed for seed in (-1, -2, -(2**63))}
+    seeds = {completion(seed=seed).sampling(1, 100, anew).seed for seed in (-1, -2, -(2**63))}
     assert len(seeds) == 3
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -180,12 +181,12 @@ def test_penalties_biases_and_minimum_reach_the_sampler(parse):
         min_tokens=3,
         max_tokens=4,
     )
-    sampling = ask.sampling(10, 100)
+    sampling = ask.sampling(10, 100, anew)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 2.0)
     assert sampling.repetition_penalty == 1.5
     assert sampling.logit_bias == {7: -100.0, 49: 0.5}
     assert sampling.min_tokens == 3
-    assert refusal(lambda: parse(min_tokens=17, max_tokens=16).sampling(1, 100)).param == (
+    assert refusal(lambda: parse(min_tokens=17, max_tokens=16).sampling(1, 100, anew)).param == (
         "min_tokens"
     )
 
@@ -193,41 +194,41 @@ def test_penalties_biases_and_minimum_reach_the_sampler(parse):
 def test_an_answer_that_goes_on_counts_what_was_output_before():
     ask = completion(prompt=[1, 2, 3, 4], output_offset=3, max_tokens=2, min_tokens=5)
     assert ask.base.output_offset == 3
-    sampling = ask.sampling(4, 100)
+    sampling = ask.sampling(4, 100, anew)
     assert (sampling.max_tokens, sampling.min_tokens, sampling.output_offset) == (2, 5, 3)
     late = completion(prompt=[1, 2, 3, 4], output_offset=3, max_tokens=2, min_tokens=6)
-    assert refusal(lambda: late.sampling(4, 100)).param == "min_tokens"
+    assert refusal(lambda: late.sampling(4, 100, anew)).param == "min_tokens"
     assert completion(output_offset=0).base.output_offset == 0
 
 
 def test_choices_have_seeds_of_their_own_that_repeat():
     ask = completion(n=3, seed=5)
     assert ask.num_choices == 3
-    assert [ask.sampling(1, 100, choice=i).seed for i in range(3)] == [5, 6, 7]
+    assert [ask.sampling(1, 100, anew, choice=i).seed for i in range(3)] == [5, 6, 7]
     assert completion(n=2, best_of=2).num_choices == 2
     assert completion(n=2, best_of=2).num_best is None
     last = completion(n=2, seed=2**63 - 1)
-    assert last.sampling(1, 100, choice=1).seed == 0
+    assert last.sampling(1, 100, anew, choice=1).seed == 0
 
 
 def test_an_echo_asks_for_the_prompts_logprobs_and_may_write_nothing():
-    assert completion(echo=True).sampling(1, 100).prompt_logprobs is None
-    assert completion(echo=True, logprobs=2).sampling(1, 100).prompt_logprobs == 2
-    assert completion(logprobs=2).sampling(1, 100).prompt_logprobs is None
+    assert completion(echo=True).sampling(1, 100, anew).prompt_logprobs is None
+    assert completion(echo=True, logprobs=2).sampling(1, 100, anew).prompt_logprobs == 2
+    assert completion(logprobs=2).sampling(1, 100, anew).prompt_logprobs is None
     assert completion(echo=True, max_tokens=0).max_tokens == 0
 
 
 def test_prompts_are_told_of_as_widely_as_either_field_asks():
-    assert chat(prompt_logprobs=3).sampling(1, 100).prompt_logprobs == 3
+    assert chat(prompt_logprobs=3).sampling(1, 100, anew).prompt_logprobs == 3
     ask = completion(prompt_logprobs=1, echo=True, logprobs=4)
-    assert (ask.sampling(1, 100).prompt_logprobs, ask.prompt_logprobs, ask.logprobs) == (4, 1, 4)
+    assert (ask.sampling(1, 100, anew).prompt_logprobs, ask.prompt_logprobs, ask.logprobs) == (4, 1, 4)
     assert completion(prompt_logprobs=0, stream=True).prompt_logprobs is None
 
 
 def test_the_best_of_more_are_found_by_their_logprobs():
     ask = completion(n=2, best_of=5)
     assert (ask.num_choices, ask.num_best, ask.logprobs) == (5, 2, None)
-    assert ask.sampling(1, 100).logprobs == 0
+    assert ask.sampling(1, 100, anew).logprobs == 0
     assert completion(best_of=3, logprobs=4).base.logprobs == 4
 
 
@@ -372,4 +373,4 @@ def test_any_bytes_are_refused_or_read(body):
 def test_what_front_ends_send_for_nothing_asks_for_nothing():
     ask = completion(stop=["", "b"], seed=-1)
     assert ask.stop == ("b",)
-    assert len({ask.sampling(1, 100).seed for _ in range(5)}) == 5
+    assert len({ask.sampling(1, 100, anew).seed for _ in range(5)}) == 5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.daemon.survival import journal as journals
-from appliance.daemon.survival.journal import Foreign, Journal, current, drawn
+from appliance.daemon.survival.journal import Foreign, Journal
 from engine.errors import Unavailable
 from tests.journals import BATCH, HEAD, REQUEST
 
@@ -38,10 +38,10 @@ def left(data: bytes) -> Journal:
     return Journal(memfd(data))
 
 
-def test_the_next_daemon_draws_and_takes_what_this_one_did(journal):
-    assert journal.draw(lambda: "before it was admitted") == "before it was admitted"
+def test_the_next_daemon_replays_and_takes_what_this_one_did(journal):
+    assert journal.replayed(lambda: "before it was admitted") == "before it was admitted"
     journal.open(HEAD, REQUEST)
-    assert journal.draw(max, 3, 4) == 4
+    assert journal.replayed(max, 3, 4) == 4
     journal.took([])
     journal.took(BATCH)
     journal.flush()
@@ -49,7 +49,7 @@ def test_the_next_daemon_draws_and_takes_what_this_one_did(journal):
     assert (second.head, second.request) == (HEAD, b"".join(REQUEST))
     assert second.is_replay
     assert not journal.is_replay
-    assert [second.draw(min, 1, 2) for _ in range(3)] == ["before it was admitted", 4, 1]
+    assert [second.replayed(min, 1, 2) for _ in range(3)] == ["before it was admitted", 4, 1]
     assert list(second.batches) == [[], BATCH]
 
 
@@ -150,18 +150,10 @@ def test_another_model_takes_no_request_up(journal):
     assert found.value.code == "daemon_died"
 
 
-def test_a_closed_journal_records_nothing_and_still_draws(journal):
+def test_a_closed_journal_records_nothing_and_still_gives_values(journal):
     journal.open(HEAD, [b"request"])
     journal.close()
-    assert journal.draw(max, 1, 2) == 2
+    assert journal.replayed(max, 1, 2) == 2
     journal.took(BATCH)
     journal.flush()
     assert journal.fd == -1
-
-
-def test_without_a_journal_values_are_drawn_anew(journal):
-    token = current.set(None)
-    assert drawn(max, 1, 2) == 2
-    current.set(journal)
-    assert drawn(max, 1, 2) == 2
-    current.reset(token)

@@ -302,15 +302,15 @@ async def test_a_client_that_leaves_before_its_request_is_admitted_is_no_fault_o
     keeper, servers, monkeypatch, caplog
 ):
     server, appliance = await servers.start()
-    prepare = generation._decoded_and_prepared
+    decode = generation.decode
 
     async def lose_the_client(*args):
         (each,) = server._connections
         each.transport.abort()
         await until(lambda: not server._connections)
-        return await prepare(*args)
+        return await decode(*args)
 
-    monkeypatch.setattr(generation, "_decoded_and_prepared", lose_the_client)
+    monkeypatch.setattr(generation, "decode", lose_the_client)
     await servers.ask(server, *ASKED["chat"])
     await until(lambda: appliance.closed)
     assert keeper_channel.keeper_problem() is None

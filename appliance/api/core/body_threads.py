@@ -1,0 +1,40 @@
+"""Choose where a body is decoded and prepared: on the loop if it is quick, else in a thread."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from starlette.requests import Request as HttpRequest
+
+from appliance.api.core.fair_threads import Turns
+
+MAX_INLINE_BYTES = 2 << 10
+"""Larger bodies are decoded in a thread: of these no field takes a millisecond."""
+MAX_SMALL_BYTES = 16 << 10
+"""Larger bodies have threads of their own, so that small ones do not wait for them."""
+NUM_THREADS = 2
+"""Threads for small bodies, and as many for large ones."""
+MAX_SMALL_WAITING = 1024
+"""Small bodies cost little while they wait; how many may, the queue decides better."""
+
+
+class BodyThreads:
+    """The threads in which bodies are decoded and prepared; the application has one."""
+
+    def __init__(self) -> None:
+        self._small = Turns(
+            "admission",
+            NUM_THREADS,
+            max_waiting=MAX_SMALL_WAITING,
+            max_waiting_each=MAX_SMALL_WAITING // 2,
+        )
+        self._large = Turns("large-body", NUM_THREADS)
+
+    def of(self, num_bytes: int) -> Turns:
+        """Choose the threads for a body of that size."""
+        return self._large if num_bytes > MAX_SMALL_BYTES else self._small
+
+
+def threads_for(http: HttpRequest, body: bytes) -> Turns:
+    """Find the threads of the application for a body."""
+    return cast(BodyThreads, http.app.state.body_threads).of(len(body))
