@@ -42,7 +42,6 @@ LONGEST = (
     "test_kernels_compile.py",
     "test_int8_kv.py",
     "test_sweep.py",
-    "cli/test_demo.py",
     "worker/test_family_modes.py",
     "worker/test_recurrent_modes.py",
     "model/test_transformer.py",

@@ -17,7 +17,7 @@ QUESTIONS = json.loads(SAMPLE.joinpath("questions.json").read_text("utf-8"))
 
 @pytest.fixture(scope="module")
 def starter(tmp_path_factory):
-    """A daemon that copies each handoff; the demo's has elastic roles over one pool."""
+    """A daemon that copies each handoff."""
     daemon = Daemon(tmp_path_factory.mktemp("shm"), *ARMS["shm"]).wait_ready()
     yield daemon
     daemon.assert_all_free()

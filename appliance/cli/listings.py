@@ -142,18 +142,6 @@ CHECKSUMS = (
     TableColumn("RESULT", "result"),
 )
 
-TEXTS = (
-    TableColumn("WAY", "way"),
-    TableColumn("PROMPT", "prompt_tokens", count),
-    TableColumn("CACHED", "cached_tokens", count),
-    TableColumn("EQUAL", "equal_tokens", count),
-    TableColumn("OF", "output_tokens", count),
-    TableColumn(
-        "MARGIN", "margin", lambda value: figures.ABSENT if value is None else f"{value:.1e}"
-    ),
-    TableColumn("RESULT", "result"),
-)
-
 
 def usage(by: str) -> tuple[TableColumn, ...]:
     """List the columns of sums by `user`, `model` or `day`."""

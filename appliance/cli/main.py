@@ -34,7 +34,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "rerank": "texts",
         "serve": "serve",
         "stop": "control",
-        "demo": "demo",
     },
     "Models": {
         "pull": "models.pull_model",
@@ -70,7 +69,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "doctor": "doctor",
         "devices": "devices",
         "profile": "profile",
-        "verify": "verify",
         "bench": "bench",
     },
     "Other": {

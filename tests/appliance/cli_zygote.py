@@ -20,7 +20,7 @@ from appliance.cli import main
 from appliance.cli.main import VERBS
 
 MAX_PACKET_BYTES = 1 << 20
-LATE = ("chat", "models", "run", "verify")
+LATE = ("chat", "models", "run")
 """Files that import huggingface_hub, which reads the environment when it is imported."""
 
 
