@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from appliance.cli.install_service import PLACES
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.configuration.paths import GPU_UNIT_NAME, SYSTEM_SOCKET
 from appliance.daemon.survival import keeper
 from appliance.http.listeners import SOCKET_MODE
@@ -65,10 +65,10 @@ def test_the_unit_agrees_with_the_program() -> None:
     assert "PrivateUsers" not in service
     assert int(service["WatchdogSec"]) == keeper.WATCHDOG_S >= 10 * LOOK_INTERVAL_S
     assert service["RestartForceExitStatus"] == str(keeper.RESTART_STATUS)
-    max_connections = ServeConfig(Path(), Path()).max_connections + NUM_RESERVED
+    max_connections = ServeConfig(socket=Path(), state_dir=Path()).max_connections + NUM_RESERVED
     assert int(service["FileDescriptorStoreMax"]) > 3 * max_connections
     assert f"FDSTORE={service['FileDescriptorStoreMax']}" in service["Environment"].split()
-    assert float(service["TimeoutStopSec"]) > ServeConfig(Path(), Path()).max_drain_s + 10
+    assert float(service["TimeoutStopSec"]) > ServeConfig(socket=Path(), state_dir=Path()).max_drain_s + 10
     assert unit["Unit"]["Requires"] == "penstock.socket"
 
 

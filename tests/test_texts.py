@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.serving.text_computing import TextComputing
 from appliance.fleet.boot import make_plan
 from appliance.fleet.supervisor import Supervisor

@@ -19,7 +19,6 @@ from appliance.cli.tables import Format, TableColumn, yes_or_no
 from appliance.cli.terminal import Output
 from appliance.configuration import paths
 from appliance.configuration.client_settings import explain
-from appliance.configuration.config import SSD_FOLDER
 from appliance.configuration.setting_kinds import (
     a_duration,
     a_stay,
@@ -28,7 +27,7 @@ from appliance.configuration.setting_kinds import (
     size_setting,
     some_weights,
 )
-from appliance.configuration.settings import SETTINGS, Setting
+from appliance.configuration.settings import SETTINGS, SSD_FOLDER, Setting
 from appliance.configuration.sources import FoundSetting
 from engine.printable import printable
 

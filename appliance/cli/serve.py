@@ -15,7 +15,7 @@ from appliance.cli import terminal
 from appliance.cli.serve_help import GroupedHelp, show_all
 from appliance.configuration import config, sources
 from appliance.configuration.setting_kinds import a_flag
-from appliance.configuration.settings import SETTINGS, Setting
+from appliance.configuration.settings import SETTINGS, ServeConfig, Setting
 from engine.printable import printable
 
 _VALUES = {
@@ -139,7 +139,7 @@ def _listen_address(listen: str | None, host: str | None, port: str | None) -> s
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _check(settings: config.ServeConfig) -> None:
+def _check(settings: ServeConfig) -> None:
     from appliance.daemon import start as daemon
     from appliance.fleet.boot import place
     from appliance.fleet.boot_check import check_files, check_plan, dram_forecast

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from appliance.configuration import paths
-from appliance.configuration.config import SSD_FOLDER, ServeConfig, load
-from appliance.configuration.settings import SETTINGS
+from appliance.configuration.config import load
+from appliance.configuration.settings import SETTINGS, SSD_FOLDER, ServeConfig
 from appliance.configuration.sources import DEFAULT, FoundSetting, read_sources
 from appliance.hub.model_tables import MODELS
 from appliance.hub.names import HubName, a_model, model_name
@@ -36,7 +36,7 @@ def explain(
     config, sources = load(flags, environ), read_sources(flags, environ)
     everybodys = [
         FoundSetting(
-            name, getattr(config, setting.field or name), found.origin if found else DEFAULT
+            name, getattr(config, setting.field), found.origin if found else DEFAULT
         )
         for name, setting in SETTINGS.items()
         for found in (sources.lookup(name),)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from appliance.configuration import paths
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from engine.errors import ConfigError, refuse
 from engine.system.own_files import check_own_folder, is_exchangeable_in
 

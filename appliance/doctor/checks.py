@@ -23,6 +23,7 @@ from typing import Any
 from appliance.client.address import TcpAddress, UnixAddress, is_of_this_machine
 from appliance.client.calls import Client
 from appliance.configuration import client_settings, config, paths, sources
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.announcement import OPEN_CODE, sampling_advice, sampling_text
 from appliance.daemon.process.limits import max_connections
 from appliance.devices.machine import Devices
@@ -73,14 +74,14 @@ def examine(
     yield packages(has_gpus=has_gpus)
     found = _configuration(settings)
     checkpoint = None if isinstance(found, PenstockError) else _checkpoint(found)
-    is_bitwise = isinstance(found, config.ServeConfig) and found.exact == "bitwise"
+    is_bitwise = isinstance(found, ServeConfig) and found.exact == "bitwise"
     yield _kernels(checkpoint, is_bitwise=is_bitwise)
     if not isinstance(found, PenstockError) and (why := _no_speculation(found, has_gpus=has_gpus)):
         yield Finding("speculation", "ok", f"off ({why})")
     yield _reader()
     yield _cores()
     yield from _devices(devices)
-    if isinstance(found, config.ServeConfig):
+    if isinstance(found, ServeConfig):
         yield from _self_test(found, checkpoint if runs_self_test else None, has_gpus=has_gpus)
     yield from _dynamo()
     for sentence in config.unknown_variables():
@@ -127,7 +128,7 @@ def _looked_at(settings: dict[str, str | None], check: str, look: Callable[[], F
         return Finding(check, "bad", f"{error.filename}: {error.strerror}", hint)
 
 
-def _configuration(settings: dict[str, str | None]) -> config.ServeConfig | PenstockError:
+def _configuration(settings: dict[str, str | None]) -> ServeConfig | PenstockError:
     """Load the configuration of a start, or return its error."""
     try:
         return client_settings.load_asked(settings)
@@ -136,7 +137,7 @@ def _configuration(settings: dict[str, str | None]) -> config.ServeConfig | Pens
 
 
 def _self_test(
-    found: config.ServeConfig, checkpoint: Checkpoint | None, *, has_gpus: bool
+    found: ServeConfig, checkpoint: Checkpoint | None, *, has_gpus: bool
 ) -> Iterator[Finding]:
     """Yield what self-tests found, and run one for a model if there is one."""
     yield from kept_findings(found.state_dir)
@@ -146,7 +147,7 @@ def _self_test(
         )
 
 
-def _checkpoint(found: config.ServeConfig) -> Checkpoint | None:
+def _checkpoint(found: ServeConfig) -> Checkpoint | None:
     """Open the model of a start; None: unreadable, which its own check reports."""
     from appliance.fleet.model_files import model_folder  # half of a second
 
@@ -211,7 +212,7 @@ def _kernels(model: Checkpoint | None = None, *, is_bitwise: bool = False) -> Fi
     return Finding("kernels", "ok", about)
 
 
-def _no_speculation(found: config.ServeConfig, *, has_gpus: bool) -> str | None:
+def _no_speculation(found: ServeConfig, *, has_gpus: bool) -> str | None:
     """Say why no worker would guess tokens; None: they do."""
     if found.max_drafted == 0:
         return "speculate is off"
@@ -274,7 +275,7 @@ def _open_daemon(
     return Finding("network", "note", f"the daemon: {said[0]}", _IF_MEANT) if said else None
 
 
-def _network(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
+def _network(found: ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
     """Check the configured TCP address and its access rules."""
     policy = AccessPolicy.from_config(found)
     assert found.listen is not None
@@ -306,7 +307,7 @@ def _whose(
     return f"; by the settings here{of}: PENSTOCK_STATE_DIR names the asked daemon's folder"
 
 
-def _model(found: config.ServeConfig) -> Finding:
+def _model(found: ServeConfig) -> Finding:
     from appliance.fleet.boot import place  # half of a second
     from appliance.fleet.boot_check import check_plan, dram_forecast
     from appliance.fleet.model_files import model_folder, to_be_fetched
@@ -323,7 +324,7 @@ def _model(found: config.ServeConfig) -> Finding:
     return Finding("model", "ok", about)
 
 
-def _served(state: dict[str, Any], found: config.ServeConfig) -> Finding:
+def _served(state: dict[str, Any], found: ServeConfig) -> Finding:
     """Compare the model that the running daemon serves with the configured one.
 
     Raises:
@@ -395,7 +396,7 @@ def _log(path: Path) -> Finding:
     return Finding("log", "ok", about)
 
 
-def _ssd(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
+def _ssd(found: ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
     """Check the SSD cache of the running daemon, or of the settings."""
     from appliance.fleet.ssd_cache import HINT, allowance
     from engine.scheduler.offload.files import slab_bytes

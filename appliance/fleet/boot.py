@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from appliance.api.formats.format_choice import output_format_of
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.requests.request import ModelInfo
 from appliance.daemon.survival.kept_pools import KeptPools, memfd
 from appliance.devices.gpu_list import Gpu

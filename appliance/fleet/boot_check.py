@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.fleet.boot import PlacedModel, num_staging_blocks, place
 from appliance.fleet.gpu_placement import attention_for
 from appliance.fleet.model_files import is_to_be_fetched, model_folder

@@ -22,7 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.file_identity import about_file
 from engine.checkpoint.model_file import MAX_WHOLE_BYTES, open_model_file

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.fleet.boot import BootPlan, make_cache_memory
 from appliance.fleet.dram_cache import DramCache
 from appliance.fleet.ssd_cache import SsdCache

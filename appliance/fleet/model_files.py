@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.hub import cache
 from appliance.hub.facts import ModelFacts, facts_of
 from appliance.hub.names import STARTER_FOLDER, HubName

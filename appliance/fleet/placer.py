@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.configuration.wanted_workers import ONE_OF_EACH
 from appliance.devices.gpu_list import Gpu
 from appliance.devices.inventory import Inventory, read_inventory

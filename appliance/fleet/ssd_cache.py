@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.process.disk_reads import read_in_thread
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.boot_check import NO_PREFIX_CACHE, CacheForecast

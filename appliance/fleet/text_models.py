@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.fleet.model_files import model_folder
 from appliance.fleet.supervisor import MAX_FAILED_STARTS, Supervisor
 from appliance.hub.names import HubName, model_name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.fleet.gpu_placement import packing_on
 from appliance.fleet.placement import Placement
 from engine.checkpoint.checkpoint import Checkpoint

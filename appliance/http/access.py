@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.configuration.config import DEFAULT_OPERATORS, ServeConfig
+from appliance.configuration.settings import DEFAULT_OPERATORS, ServeConfig
 from appliance.daemon.requests.request import Peer, Role
 from appliance.http.api_keys import ApiKey, find_key, read_keys
 from appliance.http.tls import tls_context

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import msgspec
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.requests.request import Peer, Request
 from appliance.daemon.serving.service import Service
 from appliance.fleet.boot import make_plan

@@ -33,7 +33,7 @@ import appliance.daemon.survival.keeper_channel
 import appliance.fleet.supervisor
 import engine.scheduler.offload.disk
 from appliance.api.core import fair_threads
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.http.access import AccessPolicy
 from appliance.observe.telemetry import deadlines
 from appliance.observe.telemetry.thread_times import ThreadTime

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.models.residents import LoadedModel, Residents
 from appliance.daemon.process.disk_reads import SILENT_S, read_in_thread
 from appliance.daemon.serving.service import Service

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.fleet.boot import BootPlan, predict_place
 from appliance.fleet.measuring import Measuring
 from appliance.fleet.placement import available_memory_bytes

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.models.loading import Fetching
 from appliance.daemon.models.model_in_service import ModelInService
 from appliance.daemon.models.residents import LOOK_S, MemoryNeed, Residents, need_of

@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from appliance.api.core.appliance import Readings
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.process.disk_reads import read_in_thread
 from appliance.daemon.requests.request import (
     CLIENT_CLOSED_REQUEST,

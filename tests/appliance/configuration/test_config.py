@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from appliance.client.address import socket_path
 from appliance.configuration import client_settings, config, paths, sources
 from appliance.configuration.client_settings import explain
-from appliance.configuration.config import ServeConfig, changes, load, take_over
+from appliance.configuration.config import changes, load, take_over
 from appliance.configuration.folders import check_directories, prepare_directories
 from appliance.configuration.setting_kinds import is_meant, parse_bytes
-from appliance.configuration.settings import SETTINGS
+from appliance.configuration.settings import SETTINGS, ServeConfig
 from appliance.configuration.sources import named_by_source
 from engine.errors import (
     CheckpointError,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon import start as daemon
 from appliance.daemon.process import disk_reads
 from appliance.daemon.survival.kept_pools import KeptPools

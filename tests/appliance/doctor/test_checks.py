@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.doctor import checks, ports
 
 
@@ -38,7 +38,7 @@ def test_speculation_is_told_where_it_is_off(
     is_off: bool,
 ) -> None:
     monkeypatch.setattr(checks, "has_kernels", lambda: has_kernels)
-    found = ServeConfig(Path("s"), Path("s"), speculate=speculate, devices=devices)
+    found = ServeConfig(socket=Path("s"), state_dir=Path("s"), speculate=speculate, devices=devices)
     assert bool(checks._no_speculation(found, has_gpus=has_gpus)) == is_off
 
 
@@ -70,5 +70,5 @@ def test_who_listens_on_a_port_is_found_in_both_families(tmp_path: Path, listeni
 
 def test_another_users_program_on_our_port_is_bad(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(checks, "listening_uids", lambda _: [1000, 65534])
-    found = ServeConfig(Path("s"), Path("s"), Path("s"), listen=("127.0.0.1", 8000), auth=False)
+    found = ServeConfig(socket=Path("s"), state_dir=Path("s"), model=Path("s"), listen=("127.0.0.1", 8000), auth=False)
     assert checks._network(found, {}).verdict == "bad"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.devices.gpu_list import Gpu
 from appliance.devices.inventory import Inventory
 from appliance.fleet.boot import (

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.fleet import cache_identity
 from appliance.fleet.boot import make_plan
 from appliance.fleet.cache_identity import (
@@ -173,7 +173,7 @@ def test_who_waits_for_anothers_part_computes_at_each_read_of_it(monkeypatch):
 
 
 def plan_of(folder, **changes):
-    plan = make_plan(ServeConfig(folder / "socket", folder, model=folder))
+    plan = make_plan(ServeConfig(socket=folder / "socket", state_dir=folder, model=folder))
     return dataclasses.replace(plan, **changes)
 
 
@@ -209,7 +209,7 @@ def test_hashes_are_of_one_model_served_in_one_variant(tmp_path, monkeypatch):
 )
 def test_users_share_what_is_cached_unless_they_are_set_apart(tmp_path, isolation, are_apart):
     folder = make_model(tmp_path / "model").parent
-    config = ServeConfig(tmp_path / "socket", tmp_path, model=folder, cache_isolation=isolation)
+    config = ServeConfig(socket=tmp_path / "socket", state_dir=tmp_path, model=folder, cache_isolation=isolation)
     hasher = make_hasher(config, make_plan(config))
     assert hasher is not None
     ana, ben, salted = (
@@ -223,14 +223,14 @@ def test_users_share_what_is_cached_unless_they_are_set_apart(tmp_path, isolatio
 
 def test_without_a_cache_nothing_is_hashed_or_written(tmp_path):
     folder = make_model(tmp_path / "model").parent
-    config = ServeConfig(tmp_path / "socket", tmp_path, model=folder, prefix_cache=False)
+    config = ServeConfig(socket=tmp_path / "socket", state_dir=tmp_path, model=folder, prefix_cache=False)
     assert make_hasher(config, make_plan(config)) is None
     assert not (tmp_path / KEY_NAME).exists()
 
 
 def test_weights_that_cannot_be_read_are_an_error_with_a_hint(tmp_path):
     weights = make_model(tmp_path / "model")
-    config = ServeConfig(tmp_path / "socket", tmp_path, model=weights.parent)
+    config = ServeConfig(socket=tmp_path / "socket", state_dir=tmp_path, model=weights.parent)
     plan = make_plan(config)
     weights.unlink()
     with pytest.raises(ConfigError, match="prefix cache") as refused:
@@ -278,7 +278,7 @@ def test_weights_rewritten_in_place_with_their_time_put_back_are_other_weights(t
 @pytest.mark.parametrize("place", ["weights", "metadata"])
 def test_a_gguf_file_rewritten_in_place_is_another_model(tmp_path, place):
     file = write_gguf(make_checkpoint(tmp_path / "m"), tmp_path / "m.gguf")
-    plan = make_plan(ServeConfig(tmp_path / "socket", tmp_path, model=file))
+    plan = make_plan(ServeConfig(socket=tmp_path / "socket", state_dir=tmp_path, model=file))
     first = identity(plan, tmp_path)
     assert identity(plan, tmp_path) == first
     data = bytearray(file.read_bytes())

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.process import disk_reads
 from appliance.fleet import ssd_cache
 from appliance.fleet.placement import Placement
@@ -31,7 +31,7 @@ PLACEMENT = Placement(Topology((), ()), (), block_bytes=100_000, max_model_len=6
 
 
 def said(folder, asked, block_bytes=PLACEMENT.block_bytes):
-    config = ServeConfig(folder, folder, ssd_dir=folder, ssd_cache=asked)
+    config = ServeConfig(socket=folder, state_dir=folder, ssd_dir=folder, ssd_cache=asked)
     found = ssd_forecast(config, replace(PLACEMENT, block_bytes=block_bytes))
     return None if found is None else found.text
 
@@ -64,7 +64,7 @@ def test_what_fits_is_said_in_blocks_and_tokens_and_that_headers_take_a_part(dis
     assert "too small to help" not in roomy
     assert tight.endswith("too small to help")
     assert "no block of 4.0 MiB" in said(tmp_path, 1 << 20, 4 << 20)
-    off = ServeConfig(tmp_path, tmp_path, prefix_cache=False)
+    off = ServeConfig(socket=tmp_path, state_dir=tmp_path, prefix_cache=False)
     why = "no SSD cache: it extends the prefix cache, which is off"
     assert ssd_forecast(off, PLACEMENT) == (why, False)
     asked = replace(off, ssd_cache=GIB)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from appliance.cli.devices import drawing
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.configuration.wanted_workers import parse_place
 from appliance.devices.inventory import Inventory, Node, read_nodes
 from appliance.fleet import boot
@@ -47,7 +47,7 @@ def inventory_of(tmp_path: Path) -> Any:
 
 def placed(checkpoint: Checkpoint, inventory: Inventory, **settings: Any) -> PlacedModel:
     settings = settings | {"place": parse_place(settings.get("place", "auto"))}
-    config = ServeConfig(Path("socket"), Path("state"), **settings)
+    config = ServeConfig(socket=Path("socket"), state_dir=Path("state"), **settings)
     return Placer(config, checkpoint, inventory, TORCH, MACHINE).place("bfloat16")
 
 
@@ -211,7 +211,7 @@ def test_one_gpu_has_as_many_workers_as_were_found_to_be_better(
     tmp_path: Path,
 ) -> None:
     machine = inventory_of("2xh100-one-hidden")
-    config = ServeConfig(Path("socket"), tmp_path)
+    config = ServeConfig(socket=Path("socket"), state_dir=tmp_path)
     placer = Placer(config, models["8b"], machine, TORCH, MACHINE, lambda gpus, dtype: known)
     placement = placer.place("bfloat16").placement
     assert len(placement.workers) == num_workers
@@ -256,7 +256,7 @@ def test_of_several_gpus_as_many_prefill_as_step_times_say(
     tmp_path: Path,
 ) -> None:
     machine = inventory_of("8xh200-nvswitch")
-    config = ServeConfig(Path("socket"), tmp_path)
+    config = ServeConfig(socket=Path("socket"), state_dir=tmp_path)
     placer = Placer(config, models["8b"], machine, TORCH, MACHINE, lambda gpus, dtype: known)
     placement = placer.place("bfloat16").placement
     assert len(placement.topology.playing("prefill")) == num_prefill
@@ -367,7 +367,7 @@ def test_blocks_suit_the_attention_of_every_gpu(
 def test_without_torch_for_cuda_cores_serve_and_that_is_said(
     models: dict[str, Checkpoint], inventory_of: Any
 ) -> None:
-    config = ServeConfig(Path("socket"), Path("state"))
+    config = ServeConfig(socket=Path("socket"), state_dir=Path("state"))
     machine = inventory_of("2xh100-nvlink")
     found = Placer(config, models["1b"], machine, "2.13.0+cpu", MACHINE).place()
     assert found.about is not None
@@ -384,7 +384,7 @@ def test_the_check_of_a_configuration_says_where_everything_goes(
     machine = inventory_of("2xh100-nvlink")
     monkeypatch.setattr(boot, "this_inventory", lambda: machine)
     monkeypatch.setattr(boot, "installed_torch", lambda: TORCH)
-    sentence, lines = check_plan(ServeConfig(tmp_path, tmp_path, model=models["8b"].folder))
+    sentence, lines = check_plan(ServeConfig(socket=tmp_path, state_dir=tmp_path, model=models["8b"].folder))
     assert sentence.startswith(f"it serves {models['8b'].folder} in ")
     assert lines[0].split()[:2] == ["prefill", "gpu0,"]
     assert lines[-1].endswith("18 NVLinks, 445 GiB/s each way")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.requests.request import Role
 from appliance.http.access import (
     AccessPolicy,
@@ -30,7 +30,7 @@ STRANGER = Credentials(uid=54321, gid=54321, pid=1, gids=frozenset({54321, 777})
 @pytest.fixture
 def config(tmp_path):
     def config(**settings):
-        return ServeConfig(tmp_path / "s", tmp_path, tmp_path, **settings)
+        return ServeConfig(socket=tmp_path / "s", state_dir=tmp_path, model=tmp_path, **settings)
 
     return config
 

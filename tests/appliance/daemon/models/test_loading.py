@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from appliance.api.core.appliance import Appliance
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.models import swapping as swapping_module
 from appliance.daemon.models.loading import Fetching
 from appliance.daemon.models.swapping import Swapping

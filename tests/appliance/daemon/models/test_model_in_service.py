@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.models import model_in_service
 from appliance.daemon.models.model_in_service import ModelInService
 from tests.worlds.daemon_parts import until

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.models import residents as module
 from appliance.daemon.models.residents import MemoryNeed, Residents, _time_in
 from engine.errors import ConfigError
@@ -20,7 +20,7 @@ class Machine:
     """A machine of 16 GiB, models of it, and what was told."""
 
     def __init__(self, monkeypatch, tmp_path):
-        self.config = ServeConfig(tmp_path, tmp_path, keep_resident=2)
+        self.config = ServeConfig(socket=tmp_path, state_dir=tmp_path, keep_resident=2)
         self.ended, self.told = [], []
         self.free_bytes = 16 * GIB
         monkeypatch.setattr(module, "available_memory_bytes", lambda: self.free_bytes)

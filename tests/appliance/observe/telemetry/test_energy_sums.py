@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.requests.request import Peer, Request
 from appliance.daemon.serving.service import Service
 from appliance.devices.machine import MIN_INTERVAL_NS, Devices, find_packages
