@@ -42,8 +42,8 @@ from engine.profile.facts import DECODE_MS, Profile
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedModel:
-    """What would be served, and where."""
+class ChosenPlacement:
+    """The devices, transports and pools of all workers, and the dtype that they compute in."""
 
     dtype: str
     placement: Placement
@@ -81,7 +81,7 @@ class Placer:
         self._torch_version = torch_version
         self._machine = machine
 
-    def place(self, dtype: str | None = None) -> PlacedModel:
+    def place(self, dtype: str | None = None) -> ChosenPlacement:
         """Decide the devices, transports and pools of every worker.
 
         Args:
@@ -96,7 +96,7 @@ class Placer:
             gpus = name_gpus(wanted.gpu_names, found, version, where="place")
             self._check_cpu_only(gpus)
             dtype = self._dtype(gpus, dtype)
-            return PlacedModel(dtype, self._by_hand(gpus, self._shape(gpus, dtype), dtype), None)
+            return ChosenPlacement(dtype, self._by_hand(gpus, self._shape(gpus, dtype), dtype), None)
         gpus, about = choose_gpus(config.devices, found, version)
         notes = [about]
         if gpus and config.devices == "auto":
@@ -119,7 +119,7 @@ class Placer:
         else:
             placement, about = self._on_several(gpus, self._shape(gpus, dtype), dtype)
             notes.append(about)
-        return PlacedModel(dtype, placement, "; ".join(filter(None, notes)) or None)
+        return ChosenPlacement(dtype, placement, "; ".join(filter(None, notes)) or None)
 
     def place_with(self, kv_memory_bytes: int, dtype: str) -> Placement:
         """Decide the same with less KV memory: on cores, where weights leave no more."""

@@ -15,7 +15,7 @@ from appliance.devices.inventory import Inventory, Node, read_nodes
 from appliance.fleet import boot
 from appliance.fleet.boot_check import check_plan
 from appliance.fleet.placement import placement_lines
-from appliance.fleet.placer import PlacedModel, Placer
+from appliance.fleet.placer import ChosenPlacement, Placer
 from appliance.fleet.worker_counts import STARTED_TWO, is_two_better
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
@@ -45,7 +45,7 @@ def inventory_of(tmp_path: Path) -> Any:
     return lambda name: machines()[name].read(tmp_path / name)
 
 
-def placed(checkpoint: Checkpoint, inventory: Inventory, **settings: Any) -> PlacedModel:
+def placed(checkpoint: Checkpoint, inventory: Inventory, **settings: Any) -> ChosenPlacement:
     settings = settings | {"place": parse_place(settings.get("place", "auto"))}
     config = ServeConfig(socket=Path("socket"), state_dir=Path("state"), **settings)
     return Placer(config, checkpoint, inventory, TORCH, MACHINE).place("bfloat16")
