@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -96,25 +97,47 @@ async def serving(
     listeners, entrance, policy = [bind_socket(path)], (), None
     if door == "tcp":
         listeners += bind_tcp("127.0.0.1", 0)
-        key, policy = _one_key(path.with_name("keys"))
+        key, policy = one_key(path.parent)
         entrance = listeners[-1].getsockname()[1], key
-    server = ApiServer(build_app(appliance), listeners, policy)
-    await server.start()
-    served = Served(appliance, path, *entrance)
-    try:
-        yield served
-    finally:
-        await served.close()
-        await server.stop(grace_s=grace_s)
+    async with started(appliance, listeners, policy, grace_s=grace_s):
+        served = Served(appliance, path, *entrance)
+        try:
+            yield served
+        finally:
+            await served.close()
     assert len(appliance.closed) == len(appliance.submitted)
 
 
-def _one_key(path: Path) -> tuple[str, AccessPolicy]:
-    """A user's key, and the policy that knows it."""
-    key, line = new_key(KEY_NAME, "user")
+@contextlib.asynccontextmanager
+async def started(
+    appliance: FakeAppliance,
+    listeners: list[socket.socket],
+    policy: AccessPolicy | None = None,
+    grace_s: float = 1.0,
+) -> AsyncIterator[ApiServer]:
+    """A server on these listeners, until the block ends."""
+    server = ApiServer(build_app(appliance), listeners, policy)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(grace_s=grace_s)
+
+
+def one_key(
+    folder: Path, name: str = KEY_NAME, role: str = "user", **settings: Any
+) -> tuple[str, AccessPolicy]:
+    """A key, and a policy that knows it."""
+    key, line = new_key(name, role)
+    path = folder / "keys"
     path.write_text(line)
     path.chmod(0o600)
-    return key, AccessPolicy(keys=read_keys(path))
+    return key, AccessPolicy(keys=read_keys(path), **settings)
+
+
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    """The address of a server on TCP."""
+    return f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def events(body: str) -> list[Any]:

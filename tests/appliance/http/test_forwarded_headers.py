@@ -10,11 +10,10 @@ import pytest
 import uvicorn
 
 from appliance.api.routes import build_app
-from appliance.http.access import AccessPolicy
-from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from engine.text.tokenizer import Tokenizer
+from tests.appliance.api_server import one_key, started, url_of
 from tests.tiny_tokenizers import CHATML, byte_level
 from tests.worlds.daemon_parts import FakeAppliance
 
@@ -64,22 +63,16 @@ FOREIGN = {"host": "evil.example"}
 @pytest.fixture
 async def served(tmp_path):
     """A server on TCP that asks for no key, and clients on its port and on its socket."""
-    key, line = new_key("page", "viewer")
-    path = tmp_path / "keys"
-    path.write_text(line)
-    path.chmod(0o600)
+    key, policy = one_key(tmp_path, "page", "viewer", asks_for_keys=False)
     listeners = [bind_socket(tmp_path / "s"), *bind_tcp("127.0.0.1", 0)]
-    app = build_app(FakeAppliance(Tokenizer(byte_level(), chat_template=CHATML)))
-    server = ApiServer(app, listeners, AccessPolicy(keys=read_keys(path), asks_for_keys=False))
-    await server.start()
-    url = f"http://127.0.0.1:{listeners[1].getsockname()[1]}"
+    appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=CHATML))
     on_socket = httpx.AsyncHTTPTransport(uds=str(tmp_path / "s"))
     async with (
-        httpx.AsyncClient(base_url=url) as tcp,
+        started(appliance, listeners, policy) as server,
+        httpx.AsyncClient(base_url=url_of(listeners[1])) as tcp,
         httpx.AsyncClient(base_url="http://localhost", transport=on_socket) as unix,
     ):
         yield server, tcp, unix, {"authorization": f"Bearer {key}"}
-    await server.stop(grace_s=1.0)
 
 
 async def test_no_header_opens_what_a_refusal_closes(served):

@@ -26,6 +26,7 @@ from appliance.http.connection import ClientLimits
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from engine.text.tokenizer import Tokenizer
+from tests.appliance.api_server import one_key
 from tests.tiny_tokenizers import byte_level
 from tests.worlds.daemon_parts import FakeAppliance, until
 
@@ -55,12 +56,9 @@ class Running:
     def __init__(self, appliance, folder, **settings):
         self.appliance = appliance
         self.limits = settings.pop("limits", QUICK)
-        self.key, line = new_key("ann", "viewer")
-        (folder / "keys").write_text(line)
-        (folder / "keys").chmod(0o600)
         self.path = folder / "api.sock"
         settings = {"max_body_bytes": MAX_BODY_BYTES, **settings}
-        self.policy = AccessPolicy(keys=read_keys(folder / "keys"), **settings)
+        self.key, self.policy = one_key(folder, "ann", "viewer", **settings)
         self._open = contextlib.AsyncExitStack()
 
     async def __aenter__(self):

@@ -13,12 +13,9 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from appliance.api.routes import build_app
-from appliance.http.access import AccessPolicy
-from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import bind_tcp
-from appliance.http.server import ApiServer
 from engine.text.tokenizer import Tokenizer
+from tests.appliance.api_server import one_key, started, url_of
 from tests.tiny_tokenizers import CHATML, byte_level
 from tests.tui.frames import busy
 from tests.worlds.browser import browser
@@ -39,18 +36,14 @@ HTML = {"accept": "text/html,application/xhtml+xml"}
 @pytest.fixture
 async def served(tmp_path):
     """A server on TCP whose model repeats its prompt, a client, and a key."""
-    key, line = new_key("ann", "user")
-    path = tmp_path / "keys"
-    path.write_text(line)
-    path.chmod(0o600)
+    key, policy = one_key(tmp_path, "ann")
     listeners = bind_tcp("127.0.0.1", 0)
     appliance = Watched(Tokenizer(byte_level(), chat_template=CHATML), max_model_len=8192, burst=40)
-    server = ApiServer(build_app(appliance), listeners, AccessPolicy(keys=read_keys(path)))
-    await server.start()
-    url = f"http://127.0.0.1:{listeners[0].getsockname()[1]}"
-    async with httpx.AsyncClient(base_url=url) as client:
+    async with (
+        started(appliance, listeners, policy) as server,
+        httpx.AsyncClient(base_url=url_of(listeners[0])) as client,
+    ):
         yield server, client, key
-    await server.stop(grace_s=1.0)
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])

@@ -14,11 +14,9 @@ import httpx
 import openai
 import pytest
 
-from appliance.api.routes import build_app
 from appliance.client.address import TcpAddress
 from appliance.client.calls import Client, DaemonUnreachable
 from appliance.http import rejected_connections
-from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import (
     bind_tcp,
@@ -27,6 +25,7 @@ from appliance.http.server import ApiServer
 from appliance.http.tls import tls_context
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
+from tests.appliance.api_server import one_key, started
 from tests.tiny_tokenizers import byte_level
 from tests.worlds.daemon_parts import FakeAppliance, until
 
@@ -53,16 +52,11 @@ class Served:
 
 @pytest.fixture
 async def served(tmp_path):
-    key, line = new_key("laptop", "user")
-    path = tmp_path / "keys"
-    path.write_text(line)
-    path.chmod(0o600)
     (listener,) = bind_tcp("127.0.0.1", 0)
-    policy = AccessPolicy(keys=read_keys(path), tls=tls_context(*FIRST))
-    server = ApiServer(build_app(FakeAppliance(Tokenizer(byte_level()))), [listener], policy)
-    await server.start()
-    yield Served(server, listener.getsockname()[1], key)
-    await server.stop(grace_s=1.0)
+    key, policy = one_key(tmp_path, tls=tls_context(*FIRST))
+    appliance = FakeAppliance(Tokenizer(byte_level()))
+    async with started(appliance, [listener], policy) as server:
+        yield Served(server, listener.getsockname()[1], key)
 
 
 async def test_the_official_client_streams_over_it(served):

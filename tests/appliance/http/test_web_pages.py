@@ -8,14 +8,12 @@ import dataclasses
 import httpx
 import pytest
 
-from appliance.api.routes import build_app
 from appliance.http.access import AccessPolicy
-from appliance.http.api_keys import new_key, read_keys
 from appliance.http.gate import LOCAL_USER
 from appliance.http.listeners import bind_tcp
-from appliance.http.server import ApiServer
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
+from tests.appliance.api_server import one_key, started, url_of
 from tests.tiny_tokenizers import byte_level
 from tests.worlds.daemon_parts import FakeAppliance
 
@@ -30,18 +28,14 @@ ASKS = {
 @pytest.fixture
 async def served(tmp_path):
     """A server on TCP, a client with a key, and the server's policy."""
-    key, line = new_key("page", "user")
-    path = tmp_path / "keys"
-    path.write_text(line)
-    path.chmod(0o600)
+    key, policy = one_key(tmp_path, "page")
     listeners = bind_tcp("127.0.0.1", 0)
-    app = build_app(FakeAppliance(Tokenizer(byte_level())))
-    server = ApiServer(app, listeners, AccessPolicy(keys=read_keys(path)))
-    await server.start()
-    url = f"http://127.0.0.1:{listeners[0].getsockname()[1]}"
-    async with httpx.AsyncClient(base_url=url) as client:
+    appliance = FakeAppliance(Tokenizer(byte_level()))
+    async with (
+        started(appliance, listeners, policy) as server,
+        httpx.AsyncClient(base_url=url_of(listeners[0])) as client,
+    ):
         yield server, client, {"authorization": f"Bearer {key}"}
-    await server.stop(grace_s=1.0)
 
 
 async def test_where_no_key_is_asked_for_programs_are_users_and_other_sites_pages_nobody(served):

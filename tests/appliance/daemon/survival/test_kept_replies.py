@@ -21,11 +21,11 @@ from appliance.api.routes import build_app
 from appliance.daemon.survival import keeper_channel, kept_replies
 from appliance.daemon.survival.kept_replies import LeftReplies
 from appliance.http import connection
-from appliance.http.access import AccessPolicy
-from appliance.http.api_keys import key_digest, new_key, read_keys
+from appliance.http.api_keys import key_digest
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from engine.text.tokenizer import Tokenizer
+from tests.appliance.api_server import one_key
 from tests.tiny_tokenizers import CHATML, byte_level
 from tests.worlds.daemon_parts import FakeAppliance, until
 
@@ -209,11 +209,7 @@ def basic(key: str) -> str:
 @pytest.fixture
 def keyed(tmp_path):
     """A key, and the policy that knows it."""
-    key, line = new_key("laptop", "user")
-    path = tmp_path / "keys"
-    path.write_text(line)
-    path.chmod(0o600)
-    return key, AccessPolicy(keys=read_keys(path))
+    return one_key(tmp_path)
 
 
 @pytest.mark.parametrize(
