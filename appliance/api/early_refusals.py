@@ -2,7 +2,6 @@
 
 Invariant: the reply is the one that the long way would have given to a request that is in order;
 what is in any way out of the ordinary goes the long way.
-Never: refuses what the queue would take.
 """
 
 from __future__ import annotations

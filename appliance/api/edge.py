@@ -2,7 +2,6 @@
 
 Invariant: every reply has a request id, every refusal is OpenAI's error object, and a path that
 is not there is 404 however it is written.
-Never: knows a route by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Build the OpenAPI 3.1 document from the table of operations.
 
 Invariant: it has every route that is served and no other; a test compares both.
-Never: handles a request.
 """
 
 from __future__ import annotations

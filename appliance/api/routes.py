@@ -1,8 +1,6 @@
 """List every route of the HTTP API, and refuse bad requests before parsing.
 
-Owns: paths, and the handlers of what is asked about the appliance itself.
 Invariant: every route is in the document of openapi, and nothing else is.
-Never: decides about requests; it asks the Appliance.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Hold the JSON schemas of requests and replies, as data.
 
-Owns: the shapes of replies, of frames by their own types, of the log's rows and of errors; the
-schemas of requests come from the declarations that check them.
 Invariant: a body that satisfies its schema is refused only for what a schema cannot say: how fields
 go together, another model's name, a prompt longer than the context, more answers than the queue
 takes, a grammar that cannot be compiled, a text that is not the JSON it must be.

@@ -1,9 +1,7 @@
 """Answer POSTs that ask for vectors or scores: read, tokenize, have it computed, write.
 
-Owns: the table of these POSTs, and the watch for clients that leave meanwhile.
 Invariant: an accepted request is closed exactly once; what its client no longer waits for is
 dropped.
-Never: computes.
 """
 
 from __future__ import annotations

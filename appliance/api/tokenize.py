@@ -1,9 +1,7 @@
 """Serve /tokenize and /detokenize in vLLM's and llama.cpp's shapes.
 
-Owns: their fields, and how many texts are worked on at once.
 Invariant: work that grows with the text is done in turns, replies included, so that generating
 keeps its threads.
-Never: generates, or touches the queue; asks for a role.
 """
 
 from __future__ import annotations

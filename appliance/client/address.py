@@ -1,8 +1,6 @@
 """Parse a daemon's address (Unix socket, TCP or ssh), and connect to it.
 
-Owns: the forms of PENSTOCK_HOST and --host, and their order.
 Invariant: each kind of address yields a line that carries plain HTTP to one daemon.
-Never: speaks HTTP, or keeps a line open by itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Call the daemon over HTTP with the standard library alone.
 
-Owns: what a failed connection or an error reply means to a person, and its exit code.
 Invariant: everything that goes wrong between here and the daemon is raised as a ClientError.
-Never: retries, prints, or keeps a connection between calls.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Find the settings that clients need of the daemon that they would ask.
 
-Owns: which daemon that is: the user's, or the unit's.
 Invariant: a fault of a setting that a client does not need stops no client.
-Never: serves; imports anything slow: each `penstock status` pays for it.
 """
 
 from __future__ import annotations
 
+# nothing slow: each `penstock status` pays for these imports
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path

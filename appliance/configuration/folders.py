@@ -1,6 +1,5 @@
 """Create the folders that the daemon writes to, or check that they could be.
 
-Owns: the modes of new folders.
 Invariant: an existing folder stays unchanged; a new one is for its owner and the socket's group.
 """
 

@@ -1,9 +1,7 @@
 """Define the default paths of sockets, state, cache and configuration.
 
-Owns: the order in which folders are searched, and the check that a folder in /tmp is ours alone.
 Invariant: daemon and clients search the same folders; while the unit is stopped, clients name its
 socket.
-Never: reads a setting, or makes a folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Parse setting values from text or TOML types.
 
-Owns: the allowed values, in words, and guesses at misspelt names.
 Invariant: returns a value of the right type, or raises a ValueError that names the allowed values.
-Never: knows which settings exist.
 """
 
 from __future__ import annotations

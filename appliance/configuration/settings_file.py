@@ -1,8 +1,6 @@
 """Read the TOML file of settings; of a file with errors, keep the valid statements.
 
-Owns: the file's text, its table, its errors and their lines. The only file that knows TOML.
 Invariant: every error names its line and what to write there.
-Never: knows what a setting means, beyond its name.
 """
 
 from __future__ import annotations

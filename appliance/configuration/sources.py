@@ -1,6 +1,5 @@
 """Find a setting's value and its source: flag, environment variable, line of the file.
 
-Owns: the order of the sources; the name of a setting's source in errors.
 Invariant: an error names the flag, variable or line that set the wrong value.
 """
 

@@ -1,8 +1,6 @@
 """Identify callers by the kernel or by a key, and look up their roles.
 
-Owns: the policy of roles, replaced as a whole when the configuration is read again.
 Invariant: an identity comes from the kernel or a key, never from what a client claims.
-Never: decides what a role may do.
 """
 
 from __future__ import annotations

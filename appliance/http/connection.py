@@ -2,9 +2,9 @@
 
 A client that shuts down its writing side and waits is served to the end; over TLS it has left.
 
-Owns: the time limits of each phase of a connection, and the reply to clients that exceed them.
+OpenAI's clients answer 408 and 409 by sending it all again: neither is sent.
+
 Invariant: a connection that holds resources makes progress, or is closed.
-Never: sends 408 or 409, which OpenAI's clients answer by sending it all again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Let web pages of allowed origins use the API (CORS).
-
-Owns: the headers that browsers ask for.
-Never: decides which origins are allowed.
-"""
+"""Let web pages of allowed origins use the API (CORS)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Check each request before its route: peer, key, Host, and the sizes of head and body.
 
-Owns: the bytes of bodies that are still arriving.
 Invariant: a new policy applies to open connections, since roles are looked up with each request.
-Never: decides what a role may do.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Open the listening sockets: Unix, TCP and TLS.
 
-Owns: the socket file from bind to removal, and accepting connections.
 Invariant: the socket file is never open to others, not for a moment, and a live daemon's socket is
 never replaced, not even by two daemons that start at once.
-Never: reads from a connection, or knows HTTP.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Invariant: a client that connects and asks within LINGER_S reads an answer, while descriptors are
 left; rejections are counted in the journal, not listed line by line.
-Never: reads what a client says.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Serve connections with uvicorn inside the daemon's loop.
 
-Owns: the connections: their limit, the choice of which to evict, and their end.
 Invariant: a client that connects is served, or told at once to come back, never left waiting. On
 TCP connections without a key are evicted first, the oldest first, then all that have sent nothing
 for SILENT_S or are idle. An evicted client is told so.
-Never: handles a signal, or configures logging.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Decode a client's JSON object and check it against a declared type; errors name the field.
 
-Owns: the wording of what is wrong with a field, and the codes of these errors.
 Invariant: any bytes at all give a value of the declared type or a RequestError; null counts as
 absent, and an integer may be written as 3.0.
-Never: knows which fields there are.
 """
 
 from __future__ import annotations

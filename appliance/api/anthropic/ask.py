@@ -5,7 +5,6 @@ with every request, so that no two prompts would begin alike. The rule: a first 
 prompt that begins with this name is left out. It says nothing to a model.
 
 Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
-Never: keeps anything between two requests.
 """
 
 from __future__ import annotations

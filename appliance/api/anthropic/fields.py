@@ -1,7 +1,4 @@
-"""Declare the fields of Anthropic's /v1/messages, with vLLM's additions.
-
-Invariant: unknown fields are allowed, and null counts as absent.
-"""
+"""Declare the fields of Anthropic's /v1/messages, with vLLM's additions."""
 
 from __future__ import annotations
 

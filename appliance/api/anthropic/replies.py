@@ -1,7 +1,6 @@
 """Shape a reply of Anthropic's /v1/messages: one message, or the events that build it up.
 
 Invariant: the events add up to the whole message; each block that begins also ends.
-Never: waits, or knows HTTP.
 """
 
 from __future__ import annotations

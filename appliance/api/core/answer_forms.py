@@ -1,7 +1,6 @@
 """Read which form an answer must have: `response_format`, and vLLM's `structured_outputs`.
 
 Invariant: a request has at most one form.
-Never: reads a schema, a pattern or a grammar, which the process for strangers' text does.
 """
 
 from __future__ import annotations

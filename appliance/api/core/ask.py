@@ -1,9 +1,6 @@
 """Describe a validated request of any API: model, prompt, sampling.
 
-Owns: what a prompt may be: a chat's messages, a completion's texts or ids, both sides of a gap;
-which model is meant; how an ask becomes sampling parameters, once its prompt is token ids.
 Invariant: an Ask asks for nothing that this daemon does not do.
-Never: knows fields' names, except in its own refusals.
 """
 
 from __future__ import annotations

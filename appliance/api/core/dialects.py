@@ -1,7 +1,6 @@
 """Find which API a path belongs to, and write errors in its form.
 
 Invariant: a request is refused in the form that its API's official client understands.
-Never: decides what is refused.
 """
 
 from __future__ import annotations

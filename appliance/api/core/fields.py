@@ -1,8 +1,6 @@
 """Declare the fields of OpenAI's chats and completions, with vLLM's and llama.cpp's additions.
 
-Owns: each field's name, type and range; from here come parsing, errors and the OpenAPI document.
 Invariant: unknown fields are allowed, and null counts as absent.
-Never: decides what a field means.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tell what one part of a message is, in the words of any API: text, thought, call, result, media.
 
 Invariant: any JSON value at all is one of them; nothing raises.
-Never: decides what is refused.
 """
 
 from __future__ import annotations

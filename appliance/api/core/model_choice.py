@@ -1,7 +1,6 @@
 """Check that the model a client names is served, and say what is if not.
 
 Invariant: a refusal says every name that would have been served.
-Never: swaps a model.
 """
 
 from __future__ import annotations

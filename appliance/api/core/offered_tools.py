@@ -5,7 +5,6 @@ of it; both are named in x-penstock-ignored. Functions within a namespace are to
 any other, by their own names; a name that is met twice has its namespace before it.
 
 Invariant: every function has a name of its own.
-Never: decides how a call is written.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Find reasoning and tool calls in a model's text while it streams.
 
-Owns: the text that is not yet known to be a call.
 Invariant: the parts do not depend on how the text was cut; a call is reported once it is known
 to be of one of the request's functions, and text that is no such call stays text, marks
 included.
-Never: knows tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Read a completion's prompts: texts, token ids, or a prefix with a suffix.
 
 Invariant: the marks are special tokens of the model; a model without them refuses a suffix.
-Never: tokenizes.
 """
 
 from __future__ import annotations

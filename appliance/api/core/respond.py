@@ -1,9 +1,6 @@
 """Send an admitted request's reply, whole or streamed, until it ends or its client leaves.
 
-Owns: the watch for a client that hangs up, and what keeps a waiting stream alive.
 Invariant: each admitted request is closed exactly once, whatever happens before.
-Never: keeps a client waiting for its headers once a stream is accepted; makes other replies wait
-while it writes a large one.
 """
 
 from __future__ import annotations

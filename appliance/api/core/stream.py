@@ -1,11 +1,7 @@
 """Turn a reply's tokens into text, reasoning and tool calls.
 
-Owns: for each sequence of a request, the text not yet sent: half characters, and what may begin a
-stop string or a tool call.
 Invariant: the text sent depends on the tokens alone, never on how they were batched; nothing is
 sent for a sequence after its finish reason.
-Never: writes to a client, or decides anything about a sequence but that its stop string came, or
-the one call that it may make.
 """
 
 from __future__ import annotations

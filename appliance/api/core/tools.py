@@ -2,7 +2,6 @@
 
 Invariant: a call that is required is written in the model's own format, with arguments that
 match their schema.
-Never: calls a function.
 """
 
 from __future__ import annotations

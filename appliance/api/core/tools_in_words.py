@@ -5,7 +5,6 @@ system message comes before these words. A call that the assistant made stands b
 result is a message of the role user. docs/api.md has the same rule.
 
 Invariant: earlier calls and results are written as the model must write its own calls.
-Never: changes a conversation without tools.
 """
 
 from __future__ import annotations

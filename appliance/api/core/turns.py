@@ -9,7 +9,6 @@ else in the prompt resembles.
 
 Invariant: a conversation that the template takes is not changed; nothing that was said is lost. The
 words that an assistant said beside its calls may be: they are named then.
-Never: knows which model a template belongs to.
 """
 
 from __future__ import annotations

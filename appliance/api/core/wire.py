@@ -1,9 +1,6 @@
 """Connect HTTP and handlers: identify the caller, write JSON and errors.
 
-Owns: the headers that replies carry, and the client's headers that are kept; the two refusals,
-`role_required` and `not_owner`.
 Invariant: a refusal that may pass says when to come back, in both headers that clients read.
-Never: knows a route.
 """
 
 from __future__ import annotations

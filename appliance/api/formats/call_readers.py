@@ -7,7 +7,6 @@ characters are text.
 
 Invariant: arguments that are complete in the model's notation are a JSON object; if a limit cuts
 them off they are the beginning of one.
-Never: decides what is content.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Invariant: what a step finds depends on the text alone, never on where it was cut: each looks at
 a text that is long enough to decide, or complete.
-Never: knows a notation or tokens.
 """
 
 from __future__ import annotations

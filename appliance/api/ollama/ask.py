@@ -1,8 +1,6 @@
 """Translate Ollama's chat and generate requests to ours.
 
-Owns: what is refused by name; requests that only load or unload.
 Invariant: what is answered is what a client of OpenAI's API would have asked for.
-Never: keeps anything between two requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Declare the fields of Ollama's chat, generate and model endpoints.
-
-Invariant: unknown fields are allowed, and null counts as absent.
-"""
+"""Declare the fields of Ollama's chat, generate and model endpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Answer Ollama's paths about models: what is served, what it can do, pulling.
 
 Invariant: an unknown fact is left out, or empty where apps insist on a field.
-Never: generates; changes which model is served.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Shape a reply of Ollama's /api/chat and /api/generate: JSON objects, one per line.
 
 Invariant: the lines of a stream add up to the whole reply; only the last line is done.
-Never: waits, or knows HTTP.
 """
 
 from __future__ import annotations

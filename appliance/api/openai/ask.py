@@ -1,9 +1,9 @@
 """Turn the fields of OpenAI's completions and chats into what is asked of the model.
 
-Owns: defaults, how fields go together, and which known fields are refused by name.
+Unknown fields are ignored, and reported. Fields that are known and not supported are refused,
+except for values that ask for nothing.
+
 Invariant: any object at all gives an Ask or a RequestError that names the field.
-Never: tokenizes, or keeps state. Unknown fields are ignored, and reported; fields that are known
-and not supported are refused, except for values that ask for nothing.
 """
 
 from __future__ import annotations

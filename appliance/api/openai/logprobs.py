@@ -1,8 +1,6 @@
 """Write log-probabilities in OpenAI's and vLLM's shapes.
 
-Owns: the spelling of tokens in replies.
 Invariant: every token has a spelling, also one that is only part of a character.
-Never: changes a log-probability, except that JSON has no infinity.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Write OpenAI's replies: completions, chats, chunks, log-probabilities, errors.
 
 Invariant: a streamed reply's chunks add up to the whole reply.
-Never: waits, or knows HTTP.
 """
 
 from __future__ import annotations

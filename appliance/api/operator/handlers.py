@@ -1,9 +1,6 @@
 """Serve operators: requests, frames, cancel, drain, cache, metrics, log.
 
-Owns: /v1/requests and the routes under /v1/penstock for requests, roles and the log; how many
-queries run and recordings are open at once.
 Invariant: clients that may read the appliance may read all of this; changes ask for authority.
-Never: decides about requests; it asks the Appliance.
 """
 
 from __future__ import annotations

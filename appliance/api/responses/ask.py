@@ -3,9 +3,7 @@
 Tools that OpenAI's servers run (a search, an interpreter) are left out and named in the header
 x-penstock-ignored. So are items that only their own server could read: encrypted reasoning.
 
-Owns: what is refused.
 Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
-Never: keeps a response.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Generate behind a reply: the client is answered at once, and reads later what came of it.
 
 Invariant: what is kept ends as completed, incomplete, cancelled or failed, unless the daemon ends.
-Never: outlives the daemon, as nothing that is kept does.
 """
 
 from __future__ import annotations

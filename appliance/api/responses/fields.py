@@ -1,7 +1,4 @@
-"""Declare the fields of OpenAI's /v1/responses, with vLLM's additions.
-
-Invariant: unknown fields are allowed, and null counts as absent.
-"""
+"""Declare the fields of OpenAI's /v1/responses, with vLLM's additions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Read the items of a response's conversation: messages, reasoning, calls and their outputs.
 
 Invariant: only the newest item is refused; what no model reads is left out and named.
-Never: looks an item up by its id.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Invariant: the whole reply is what the events build up; every event that opens something is
 followed by the one that closes it.
-Never: waits, or knows HTTP.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Keep responses for a while, with the items of their conversations, and show them to their owner.
 
 Items of a conversation have ids, by which a later one may name them.
-
-Owns: `previous_response_id`, `item_reference`, `store`, and the routes of one response.
-Never: keeps a response longer than its memory has room for, or shows it to another client.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Read what is asked of a model of texts: which texts, as tokens, and how much of each.
 
 Invariant: every text has 1 to `max_tokens` tokens; what is cut keeps the special tokens at its end.
-Never: computes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Find the model of texts that a client means; a chat model makes no vectors, nor the other way.
-
-Never: swaps a model.
-"""
+"""Find the model of texts that a client means; a chat model makes no vectors, nor the other way."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Declare the fields of bodies that ask for vectors or scores of texts.
-
-Invariant: unknown fields are allowed, and null counts as absent.
-"""
+"""Declare the fields of bodies that ask for vectors or scores of texts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Write vectors and scores as each API does.
 
 Invariant: a vector that was cut has the length 1 again.
-Never: waits.
 """
 
 from __future__ import annotations
