@@ -1,7 +1,6 @@
 """Announce at start what the daemon serves, where, and a first command to try.
 
-Invariant: pure; sizes and counts equal the frames', which leave out the padding block.
-Never: logs.
+Invariant: sizes and counts equal the frames', which leave out the padding block.
 """
 
 from __future__ import annotations

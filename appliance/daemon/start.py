@@ -1,9 +1,7 @@
 """Run the daemon: start in order, serve, reload, drain, stop in reverse.
 
-Owns: the event loop, signals, and the order in which everything else starts and stops.
 Invariant: the first SIGTERM or SIGINT drains, the second ends every reply at once; workers and the
 socket are gone when it returns.
-Never: imports torch; knows what a request is.
 """
 
 from __future__ import annotations

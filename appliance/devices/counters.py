@@ -1,9 +1,7 @@
 """Turn growing counters into rates and energy.
 
-Owns: the last reading of each counter.
 Invariant: a failed reading loses nothing, the next one covers its time too; a counter that restarts
 is None for one interval, never a huge or a negative figure.
-Never: reads a clock or a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """List the GPUs that a server could use.
 
 Invariant: names equal the names in readings.
-Never: keeps a handle of the driver.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Read a GPU and its MIG instances as frames.
 
-Owns: the samples that activity is computed from.
 Invariant: the frame keeps its name from the first reading to the last, whatever the GPU supports,
 also after it has fallen off the bus; an instance has memory and activity of its own, while power,
 clocks and energy are the GPU's.
 Invariant: the first sample shows nothing, and a too long window starts again.
-Never: asks often for values that seldom change.
 """
 
 from __future__ import annotations

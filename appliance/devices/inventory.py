@@ -2,7 +2,6 @@
 
 Invariant: placement depends on the record alone, so that any machine can be placed anywhere; an
 unreported value is None.
-Never: makes a CUDA context, changes anything, decides.
 """
 
 from __future__ import annotations

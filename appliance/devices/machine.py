@@ -1,9 +1,6 @@
 """Read all of the machine's devices together: GPUs, MIG instances, CPU energy.
 
-Owns: each device's handle and the last reading of its counters, which yield rates and energy; the
-newest critical error.
 Invariant: a device keeps its index and name from one reading to the next; None means not reported.
-Never: needs a driver; reads too often for a counter to have moved.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Read the NVIDIA driver's library, with None in place of errors.
 
-Owns: the initialised library, and its C structures, which stay in this file.
 Invariant: an unsupported, forbidden or lost value is None, never an exception.
-Never: changes a clock, a limit or a mode; blocks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Decide everything that must be known before the first worker starts.
 
-Owns: the lock on the state directory, the memfds of pools and weights.
 Invariant: whatever is wrong with the options or the checkpoint is an error here, before a worker
 or a socket exists.
-Never: serves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Say what a start would serve and what it would refuse, without making anything.
-
-Never: starts, locks or allocates.
-"""
+"""Say what a start would serve and what it would refuse, without making anything."""
 
 from __future__ import annotations
 

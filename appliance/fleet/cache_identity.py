@@ -3,7 +3,6 @@
 KV blocks of equal tokens are equal only if weights, rotation, dtype and layout are equal. Weights
 are identified by their bytes, not by a file's name or time. Reading them all takes a while, so a
 file's digest is remembered while its size, its times and a sample of its bytes stay unchanged.
-Owns: `prefix.key` and `weights.json` in the state folder.
 Invariant: only this user can read the key; a changed file is read again.
 Never: reveals the key.
 """

@@ -1,8 +1,6 @@
 """Note which cores this daemon's workers use, and find this user's other daemons on the same cores.
 
-Owns: the folder `cores` in the user's runtime directory, with one locked file for each daemon.
 Invariant: a claim ends with its process, however that dies, since the kernel drops the lock.
-Never: keeps a daemon from starting.
 """
 
 from __future__ import annotations

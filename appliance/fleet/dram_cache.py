@@ -3,7 +3,6 @@
 The blocks of models that were served before stay in the cache's memory, within its cap.
 
 Invariant: it is there only if every worker has tried the way to the arena at start.
-Never: decides which block is stored or loaded.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ start of a model tries two and measures; later starts use the better choice. The
 and pool, or, if configured, copy blocks through the host.
 
 Invariant: an unavailable choice is an error or is reported, never replaced silently.
-Never: asks a driver (devices does), allocates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Open, maintain and close the KV caches in DRAM and on disk.
 
 Invariant: they open when the workers are ready, and close before the workers end.
-Never: decides which block is stored or loaded; engine.scheduler.offload does.
 """
 
 from __future__ import annotations

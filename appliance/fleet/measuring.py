@@ -1,9 +1,7 @@
 """Learn from each second's steps, and time unmeasured steps while no request is live.
 
-Owns: when a slice of measuring may begin, when facts are written, and what is said about it.
 Invariant: nothing is measured within QUIET_S of a request, or of other programs' work on the
 workers' cores; a start waits for no measurement.
-Never: decides what is measured, or what follows from it.
 """
 
 from __future__ import annotations

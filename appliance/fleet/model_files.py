@@ -1,7 +1,6 @@
 """Find a served model's files on this machine, and read its facts from them.
 
 Invariant: a model that must be downloaded first is told from one that cannot be served.
-Never: downloads.
 """
 
 from __future__ import annotations

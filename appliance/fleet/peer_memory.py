@@ -2,7 +2,6 @@
 
 Invariant: a worker is told of a pool once in each life of the pool and of its own, and never of
 memory that no longer exists.
-Never: looks into the handles that it passes on, or ends a process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Divide cores and memory between workers, within control group limits.
 
-Owns: the cores and memory of each worker and pool, with the reasons as lines.
 Invariant: each worker has cores of its own (with one core both share it), one thread per physical
 core; the pools together never exceed the KV memory.
-Never: starts a process, allocates memory.
 """
 
 from __future__ import annotations

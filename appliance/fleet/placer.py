@@ -1,9 +1,7 @@
 """Choose a placement from the settings and the machine.
 
-Owns: the choice between placements, and the sentences about unused devices.
 Invariant: what --place names is used; an unavailable choice is an error that names the possible
 ones.
-Never: starts or measures anything.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Keep the machine's profile in an SQLite file of the state folder.
 
-Owns: the file, its mode, its migration; what is read into memory at a start and written back.
 Invariant: several processes may read and write it; a fact is replaced whole; a file that is damaged
 or not ours is as good as none, and is left alone.
-Never: measures or decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Change roles and latency targets while requests run.
 
 Invariant: a change is made whole or refused whole.
-Never: decides where a request goes; that is the engine's.
 """
 
 from __future__ import annotations

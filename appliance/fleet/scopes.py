@@ -1,8 +1,6 @@
 """Name what facts depend on: processor, usable cores, the kernels' build, model and devices.
 
-Owns: the scopes by which facts are found again.
 Invariant: the same machine has the same name at every start, whatever its clock, memory and host.
-Never: measures or decides.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Spread workers over GPUs, MIG instances and cores, with links between them.
 
-Owns: how blocks pass between devices.
 Invariant: pools of one daemon have one layout and KV dtype; each choice has its reason in words; an
 impossible setting is refused with the possible ones.
-Never: asks a driver, or allocates.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Open, maintain and close the SSD cache below the KV pools.
 
-Owns: its size, its slabs and its threads.
 Invariant: the cache gets at most the space that the disk can spare.
 Invariant: with a faulty folder the daemon serves without this cache and reports it.
-Never: decides which block is stored or loaded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Start workers, share memory between them, and restart them.
 
-Owns: worker processes, their channels, and the memfds that outlive them (pools, weights).
 Invariants: a worker's death is handled after all its messages, once its process has ended; no
 worker outlives the daemon; a restarted worker finds the pools and the converted weights unchanged.
-Never: knows a sequence.
 """
 
 from __future__ import annotations

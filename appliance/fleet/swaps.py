@@ -2,11 +2,9 @@
 
 B waits ── A's stay is over, or A idle ── no request enters A ── A's last is out ── swap ── B in
 
-Owns: which model is served, and the requests on their way in.
 Invariant: a model is stopped only when none of its requests is running; the longest wait decides
 the next model; every waiting request is admitted or gets an error; a closed connection frees its
 place.
-Never: starts or stops a process itself.
 """
 
 from __future__ import annotations

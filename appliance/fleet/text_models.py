@@ -1,8 +1,6 @@
 """Plan the models of whole texts that the prefill workers hold beside the served model.
 
-Owns: their names, and the memory that is set aside for them.
 Invariant: what cannot be served is an error here, before a worker exists.
-Never: loads weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Plan how weights lie in memory: mapped, widened, packed or quantised.
 
 Invariant: the choice is reported with its bytes, unless files are served unchanged.
-Never: makes memory, reads tensor data.
 """
 
 from __future__ import annotations

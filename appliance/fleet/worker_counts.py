@@ -1,10 +1,8 @@
 """Choose how many workers do what: one process or two on a GPU, and how many GPUs prefill.
 
-Owns: that choice, by data sheets at first, and by measured step times later.
 Invariant: each role has a device; the division with the fastest slower role and the best links
 between the roles is taken; two processes share a GPU only where a token waits less and prompts are
 hardly slower.
-Never: measures or starts anything.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ models--OWNER--NAME/refs/main the commit that the branch was at models--OWNER--
 NAME/snapshots/COMMIT/... links, by the files' own names models--OWNER--NAME/blobs/SUM the bytes;
 SUM.incomplete while they come
 
-Owns: where the cache is, what it contains, and whether a model is complete.
 Invariant: a folder that resolve() returns has every file that serving it needs.
-Never: asks the network, or imports huggingface_hub, which takes a third of a second.
 """
 
 from __future__ import annotations

@@ -6,11 +6,8 @@ HF_HUB_OFFLINE are the library's own, and apply here. The library restarts a bro
 zero in a new process, and compares only sizes. So bytes are fetched here, by ranges, and their
 checksums compared.
 
-Owns: requests to the hub, and their errors in words; the order: the small files, whether the model
-can be served, whether the disk has space, then the weights.
 Invariant: a complete blob has the checksum in its name; no listed path leads outside the cache, and
 no file grows beyond its listed size.
-Never: runs in the daemon's process or writes to a terminal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Estimate the memory that a model needs, and where it fits.
 
 Invariant: an estimate is cautious; an unknown value is None.
-Never: asks a device or a hub.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Ask a hub about models, and describe its errors.
 
-Owns: the choice of files.
 Invariant: the chosen files exist; an unsupported model is refused with the alternatives.
-Never: downloads weights.
 """
 
 from __future__ import annotations

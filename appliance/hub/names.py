@@ -1,11 +1,11 @@
 """Parse a model's name: a folder, a GGUF file, or `owner/name`.
 
 Invariant: an existing folder or GGUF file comes first; so does text that begins like a path.
-Never: imports anything slow: each `penstock status` pays for it.
 """
 
 from __future__ import annotations
 
+# nothing slow: each `penstock status` pays for these imports
 import os
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Each is an instruction-tuned model of a supported family, or one that makes vect
 texts, published on the hub under that name. A name without a tag means the most usual size. The
 table [short_names] of the configuration adds more. `model_aliases` differs: it names the served
 model for clients.
-
-Never: imports anything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Download a missing model, while the daemon answers but takes no work.
 
-Owns: the process that pulls, and its progress in /ready, console and journal.
 Invariant: the download ends with the daemon, and when nothing waits for it.
-Never: imports huggingface_hub; takes work before the model is there.
 """
 
 from __future__ import annotations

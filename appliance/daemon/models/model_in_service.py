@@ -1,8 +1,6 @@
 """Run the model that is served: start its workers and router, load it, park or end it.
 
-Owns: the served model's workers, router and caches; it passes their reports to the service.
 Invariant: reports of a parked model's workers never reach the service.
-Never: decides which model is served; appliance.fleet.swaps does.
 """
 
 from __future__ import annotations

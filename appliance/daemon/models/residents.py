@@ -2,10 +2,8 @@
 
 A parked model's workers wait for commands: they use no core, and keep weights and KV as they are.
 
-Owns: the parked models, and how long each may stay.
 Invariant: a parked model has no open command; the first model and one that a request asked to keep
 stay until their room is needed; what makes room is unloaded before another model is loaded.
-Never: starts or ends a process itself; decides which model is served.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Replace the served model by another, and bring the old one back if that fails.
 
-Owns: the order in which workers end and start in a swap.
 Invariant: when a swap returns, a model is served.
-Never: decides which model is next or when; appliance.fleet.swaps does.
 """
 
 from __future__ import annotations

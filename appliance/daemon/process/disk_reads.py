@@ -4,7 +4,6 @@ Nothing can end a thread that waits in the kernel, so it is left behind and does
 Even a slow read uses CPU time, here or in the process that reads a model for the thread. So a
 thread without CPU time hangs; the total time has no limit.
 
-Owns: how long a read may be silent.
 Invariant: a hanging disk blocks neither the loop nor the exit.
 """
 

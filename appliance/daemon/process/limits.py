@@ -1,10 +1,9 @@
 """Manage the limits of the daemon's process: descriptors, heap, standing threads.
 
-Owns: the soft limit of open files, which start raises to the hard one (the usual 1,024 is for
-programs that call select(), which ours do not), and the size from which the heap gives large
-buffers pages of their own.
+The usual soft limit of 1,024 open files is for programs that call select(), which ours do not: the
+start raises it to the hard one.
+
 Invariant: connections leave descriptors for the log, the workers and what the kernel tells.
-Never: asks for more than the hard limit; raises because a C library is another.
 """
 
 from __future__ import annotations

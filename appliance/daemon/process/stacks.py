@@ -1,9 +1,7 @@
 """Show the stacks of the daemon and its workers, even when they hang.
 
-Owns: the file that every process writes its stacks to.
 Invariant: only a process that waits for the signal receives it; a silent process is shown as the
 kernel sees it. A stack names functions and lines, never a value.
-Never: ends a process.
 """
 
 from __future__ import annotations

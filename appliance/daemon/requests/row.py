@@ -1,8 +1,6 @@
 """Build the request log's row for a request.
 
-Owns: which of a request's sequences a row describes.
 Invariant: the fields are the columns of the requests table that are not computed, and `prompt`.
-Never: reads a clock or the database.
 """
 
 from __future__ import annotations

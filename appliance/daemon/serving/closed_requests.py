@@ -2,7 +2,6 @@
 
 Invariant: each request is recorded once; joules that are known only later reach its row and
 frame.
-Never: keeps a request's tokens or text.
 """
 
 from __future__ import annotations

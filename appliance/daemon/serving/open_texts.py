@@ -1,7 +1,6 @@
 """Keep the requests for vectors and scores that have no reply yet, and record each at its end.
 
 Invariant: each accepted request gets one row.
-Never: computes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Take requests in, hand tokens out, and record each request once.
 
-Owns: the newest frames of closed requests; live requests, the totals, and whether new work is
-taken.
 Invariant: every accepted request is closed exactly once, with one log row.
-Never: waits; starts or stops a process.
 """
 
 from __future__ import annotations

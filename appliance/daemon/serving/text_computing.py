@@ -1,9 +1,7 @@
 """Have whole texts computed on the prefill workers, in batches beside their steps.
 
-Owns: the texts of open calls, and which batches each worker has.
 Invariant: each text's result is given once; what a dead worker had is sent again, and a text that
 ends worker after worker fails alone.
-Never: waits for a worker; computes.
 """
 
 from __future__ import annotations

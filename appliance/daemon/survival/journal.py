@@ -4,10 +4,8 @@ A reply follows from its request, from values that were taken for it (ids, seeds
 its tokens, in the batches in which the reply took them. The journal records all three in a memfd
 that outlives the daemon. The next daemon sends the request through the same code, and answers each
 such value and each wait for tokens from the journal.
-Owns: the records of one request.
 Invariant: a record is in the memfd before the first byte of the reply that depends on it. A torn
 last record is dropped.
-Never: writes a reply, or knows an API.
 """
 
 from __future__ import annotations

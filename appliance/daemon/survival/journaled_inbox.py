@@ -1,8 +1,6 @@
 """Record the batches that a reply takes, and hand a dead daemon's batches over again.
 
-Owns: the translation between a request's sequences and the records of its journal.
 Invariant: a replayed reply takes the dead daemon's batches first, in their order.
-Never: writes a reply, or asks the router.
 """
 
 from __future__ import annotations

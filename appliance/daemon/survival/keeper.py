@@ -4,10 +4,8 @@ Without a service manager `penstock serve` is the keeper, and the daemon is its 
 speaks systemd's protocols, so the daemon has one way for both: FDSTORE messages give descriptors to
 the keeper, LISTEN_FDS gives them to the next daemon, and a daemon without WATCHDOG=1 for
 WATCHDOG_S is killed. The messages come through a socketpair, so no other process can send any.
-Owns: the kept descriptors; the daemon's process and its process group.
 Invariant: signals and exit codes pass as if there were one process, and the daemon never outlives
 its keeper. A daemon that was never ready is not started again.
-Never: reads a setting, or imports the daemon.
 """
 
 from __future__ import annotations

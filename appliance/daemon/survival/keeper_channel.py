@@ -2,7 +2,6 @@
 
 Messages are lines in systemd's format. They go to NOTIFY_SOCKET, or, if the keeper is our own, to a
 socket that only this process holds (NOTIFY_FD).
-Owns: the socket; messages that the keeper has no room for yet; the count of kept descriptors.
 Invariant: messages arrive in the order of the calls, or are reported as lost. The loop never waits.
 Never: sends more descriptors than the keeper says that it keeps (FDSTORE).
 """

@@ -2,10 +2,8 @@
 
 The keeper holds three descriptors under the name of each request: the client's socket, the reply's
 memfd and the journal.
-Owns: which descriptors belong together; the replies that wait until this daemon can continue them.
 Invariant: a reply whose row says that it was answered is only sent, never generated again. What
 cannot be continued gets its API's error event, and its row.
-Never: parses HTTP.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Keep the requests that have no row yet in a file: what a killed daemon cannot log itself.
 
-Owns: the file beside the log, with a JSON line for each request from its acceptance to its row.
 Invariant: a request is in the file before any of its reply is sent, and until the log has its row.
 That it was answered is written as soon as its reply's last bytes are sent; its row is committed
 later, with others. The file survives the daemon, not the machine: it is as durable as the log's

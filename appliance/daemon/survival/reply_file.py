@@ -2,10 +2,7 @@
 
 The offset belongs to the open file, which the keeper holds too. It outlives the daemon, and the
 next daemon continues with the first unsent byte.
-Owns: the memfd, the comparison with a dead daemon's bytes, and the wait for a client that does not
-read.
 Invariant: the file is only appended to; bytes are in it before they are sent.
-Never: closes the connection, or knows an API.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Format figures for the CLI and the console: numbers and units.
 
-Invariant: pure; None (not reported) is `-`, never 0.
-Never: layout or colour, or what may reach a terminal; imports anything slow: the CLI asks, too.
+Invariant: none (not reported) is `-`, never 0.
 """
 
 from __future__ import annotations
 
+# nothing slow: the command pays for these imports, too
 import re
 from collections.abc import Mapping
 from datetime import datetime

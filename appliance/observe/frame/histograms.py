@@ -1,9 +1,7 @@
 """Count requests and tokens by their latencies since the daemon started.
 
-Owns: the edges and counts of every histogram in /metrics.
 Invariant: counts only grow; every edge of vLLM's dashboards is an edge here, so that one count has
 both names.
-Never: forgets (windows do), or knows the text of /metrics.
 """
 
 from __future__ import annotations

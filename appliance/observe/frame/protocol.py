@@ -1,13 +1,12 @@
 """Define frames: what the daemon tells the console and the CLI, versioned.
 
-Owns: the wire format of /v1/penstock/* and /v1/requests.
 Invariant: None means not reported, never 0; every duration is in milliseconds, every size in bytes;
 within one FRAME_VERSION fields are only added.
-Never: imports the engine, so that the console can run on other machines.
 """
 
 from __future__ import annotations
 
+# nothing of the engine: the console runs on other machines, too
 from datetime import UTC, datetime
 
 import msgspec

@@ -1,9 +1,7 @@
 """Pack frames for storage, and read and write recordings.
 
-Owns: the packed form of a frame, and the format of a recording.
 Invariant: unpacking restores the packed frame, with numbers to six digits and at least three
 decimals; a damaged pack is refused, never shown.
-Never: holds requests, events or text of a prompt; they have tables of their own.
 
 A frame is packed against a template, the JSON of an earlier frame: objects become lists of their
 values, with the template's keys, and this JSON is compressed with the template's own as dictionary.

@@ -1,8 +1,6 @@
 """Insert packed frames into the request log.
 
-Owns: the template that frames are packed against, renewed now and then.
 Invariant: a frame's template is written before it or with it.
-Never: commits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Create, migrate and open the request log's file.
 
-Owns: the file's mode, its pragmas and its migration.
 Invariant: a connection from open_log() is at the newest schema and waits for other writers.
-Never: opens what a newer Penstock wrote.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Query the request log through read-only connections that last for one query.
 
-Owns: the SQL of a query, and the JSON of its rows.
 Invariant: every connection is read-only and closed before the call returns, so that no reader keeps
 the write-ahead log from being checkpointed; no query runs longer than MAX_QUERY_S.
-Never: writes, migrates, or needs the daemon.
 """
 
 from __future__ import annotations

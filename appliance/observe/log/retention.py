@@ -1,6 +1,5 @@
 """Delete old rows of the request log in small transactions.
 
-Owns: which rows go first, and when the next round is due.
 Invariant: a transaction deletes about SLICE_ROWS rows or moves SLICE_PAGES pages, so that the next
 writer waits only milliseconds.
 Never: keeps the text of a deleted request.

@@ -1,7 +1,6 @@
 """Write runs, requests and events to the log's tables in SQL.
 
 Invariant: a row that cannot be stored is refused alone, and does not hold up the rows after it.
-Never: commits, but for insert_run(); retries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Export, check and prune the request log's file for `penstock db`.
 
 Invariant: it works without the daemon, and does not disturb a running one.
-Never: changes the schema; overwrites a file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Write the request log from one thread: a row per request, events, frames.
 
-Owns: the queue of unwritten rows, and the daemon's one connection that writes.
 Invariant: an accepted request gets one row; only the writer thread uses the connection once the run
 has started; lost rows and frames are counted in `rows_lost` and `frames_lost`; a file that was
 deleted is made again with the next row; a damaged one is kept under another name, and a new one

@@ -1,6 +1,5 @@
 """Write metrics for Prometheus, under our names and vLLM's.
 
-Owns: the text's form and media type, and the process's own metrics.
 Invariant: a scrape is a function of its arguments and of /proc; there is no registry.
 """
 

@@ -1,7 +1,6 @@
 """Describe one metric: its name, kind and samples.
 
 Invariant: no label names a user or a request; what is not reported has no sample.
-Never: knows Prometheus.
 """
 
 from __future__ import annotations

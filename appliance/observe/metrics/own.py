@@ -1,11 +1,8 @@
-"""List our own metrics, `penstock_*`.
-
-Owns: their names and the frame fields they come from.
-Never: renames a metric that was ever shown.
-"""
+"""List our own metrics, `penstock_*`."""
 
 from __future__ import annotations
 
+# a name that was ever shown stays: dashboards ask for it
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

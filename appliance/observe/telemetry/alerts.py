@@ -1,11 +1,8 @@
 """Decide which alerts are active, from one table of thresholds.
 
-Owns: the thresholds, their wording, and for how long each must hold before an alert is raised or
-cleared. The console, `penstock status`, events and /metrics show the result.
 Invariant: a function of the frames alone, by their clock. An alert is raised when its signal has
 been above a threshold for `for_s` without a break, and cleared when it has been below for twice as
 long: it neither flaps nor sticks.
-Never: acts; raises an alert about an unreported value.
 """
 
 from __future__ import annotations

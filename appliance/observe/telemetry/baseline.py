@@ -2,7 +2,6 @@
 
 Invariant: the usual value is the median over a day of busy minutes, so an hour moves it little; a
 minute in which an alert stood is no part of it.
-Never: reads a clock.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Keep every deadline of the daemon, and decide whether it accepts requests.
 
-Owns: the errors sent at a deadline; whether the appliance drains or shuts down.
 Invariant: everything that waits ends at some time, with a reply and a row; a worker without
 progress gets no new work, then is killed, and its sequences continue from what they have.
-Never: chooses which request waits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Detect whether the hypervisor, a CPU quota, disk reads or other programs disturbed steps.
 
-Owns: the counters of the last look: time taken by the hypervisor, periods with a used-up CPU quota,
-pages read from a disk, other programs' time on watched cores.
 Invariant: an unreported counter counts as undisturbed.
 """
 

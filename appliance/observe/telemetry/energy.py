@@ -10,11 +10,8 @@ power, the daemon, other programs) is unattributed. So prefill + decode + unattr
 A reading comes after the steps that it covers, so steps are kept until then. A step that began
 before an earlier reading also takes its part of what is left of the earlier intervals.
 
-Owns: the steps since the last reading, the newest intervals, the sums since the daemon started, and
-the energy of each open request.
 Invariant: no joule is attributed twice; without a reading every figure is None, and steps are not
 examined.
-Never: reads a device or a clock.
 """
 
 from __future__ import annotations

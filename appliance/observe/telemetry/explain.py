@@ -1,8 +1,7 @@
 """Explain in one sentence why a request was slow or what limits the appliance.
 
-Invariant: pure; waiting is compared with zero, computing with its usual time. An empty answer means
-that nothing stands out.
-Never: compares with an unmeasured time.
+Invariant: waiting is compared with zero, computing with its usual time. An empty answer means that
+nothing stands out.
 """
 
 from __future__ import annotations

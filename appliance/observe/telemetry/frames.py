@@ -1,9 +1,7 @@
 """Assemble a frame of everything, once a second and on demand.
 
-Owns: the newest frame, its number, the readers that wait for the next one, and the energy account.
 Invariant: frame numbers only grow; rates, devices and the host are read over an interval when a
 frame is made, and never for a single reader.
-Never: changes anything that it reads, but for what a request has waited for.
 """
 
 from __future__ import annotations

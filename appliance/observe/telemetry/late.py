@@ -1,7 +1,6 @@
 """Find the requests that have waited longest for their first or next token.
 
 Invariant: a wait counts from the arrival or the last token, in whatever phase the request is.
-Never: counts a request that has ended.
 """
 
 from __future__ import annotations

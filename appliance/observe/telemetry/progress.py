@@ -4,7 +4,6 @@ A worker makes progress when it sends a message or beats within a step. Without 
 against it unless it waited for a core: other programs that hold the cores make it slow, not stuck.
 Invariant: time in which the daemon's own loop was blocked counts as one look at most; a worker
 without work, or with its cores lent, is never reported.
-Never: ends a worker.
 """
 
 from __future__ import annotations

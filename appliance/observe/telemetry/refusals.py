@@ -1,7 +1,6 @@
 """Count refused requests by caller and reason, in bounded memory.
 
 Invariant: the counts add up to all refusals: what is forgotten of a caller is counted under OTHERS.
-Never: keeps more than MAX_KINDS callers and reasons, besides their sums by status.
 """
 
 from __future__ import annotations

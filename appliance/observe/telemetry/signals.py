@@ -1,7 +1,6 @@
 """Compute each alert's signal as one number.
 
 Invariant: an unreported or meaningless signal is not yielded.
-Never: decides when an alert is raised.
 """
 
 from __future__ import annotations

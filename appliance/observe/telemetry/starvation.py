@@ -1,8 +1,6 @@
 """Find out how much of the CPU time that the workers wanted they got beside other programs.
 
-Owns: the last seconds of each worker's threads, and when other programs starved them.
 Invariant: nothing is said where the kernel does not report how long threads waited for a core.
-Never: decides what hangs.
 """
 
 from __future__ import annotations

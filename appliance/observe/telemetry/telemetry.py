@@ -1,9 +1,6 @@
 """Count events and keep recent rates for frames.
 
-Owns: the windows and histograms of latency figures; the steps and handoffs of the last second; the
-newest events.
 Invariant: rates are over the time since the last frame; an unreported value is None.
-Never: changes anything that it reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Read how long each thread of a process has computed, and has waited for a core.
 
 Invariant: what the kernel does not report is None, or missing; a time is never guessed.
-Never: decides what hangs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Keep values of the last minutes, for rates and quantiles.
 
 Invariant: quantiles cover observed values only; without values they are None.
-Never: reads a clock.
 """
 
 from __future__ import annotations
