@@ -1,8 +1,6 @@
 """Turn the figures of compared servers into rows: spread, ratio to the first, verdict.
 
-Owns: which figures are compared, and which direction of each is better.
-Invariant: pure; the A/A rows come first, and every verdict is against their band.
-Never: calls a difference one that the same server shows against itself.
+Invariant: the A/A rows come first, and every verdict is against their band.
 """
 
 from __future__ import annotations

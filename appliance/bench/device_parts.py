@@ -1,7 +1,6 @@
 """Measure a worker's parts on this machine's device, in a process that may import torch.
 
 Invariant: its stderr is passed on when it fails.
-Never: imports torch; measures.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Invariant: no prompt is made twice, so that no prefix cache meets one again, unless a workload asks
 for it; and then never beyond one turn of one arm.
-Never: sends a measured request.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Send requests at a set pace, timestamp replies, and measure what long prompts do to others.
 
-Owns: what is asked of every server alike, so that arms differ in nothing else; the pace: by
-schedule, or a number of clients; the connection of each request, and the stamp of each read.
 Invariant: every request that was due is a sample, also one that was refused, failed or never
 ended; a schedule does not wait for replies.
-Never: computes a statistic; compares servers.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A load generator shares the machine with what it measures, so this reads just as much HTTP/1.1 and
 as much of each server-sent event as a measurement needs.
-Invariant: pure; however the bytes are cut up, the same events come out, each with the stamp of the
-read that completed it; whatever a server does wrong is a sentence in `problem`.
-Never: raises, or looks at a clock.
+Invariant: however the bytes are cut up, the same events come out, each with the stamp of the read
+that completed it; whatever a server does wrong is a sentence in `problem`.
 """
 
 from __future__ import annotations

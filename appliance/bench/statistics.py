@@ -1,10 +1,9 @@
 """Compute figures from measured requests, and ratios with their spread.
 
-Owns: the meaning of TTFT, gap, TPOT, late, merged; goodput, throughput, quantiles, and what counts
-as a difference; distributions as SVG.
-Invariant: pure. Goodput's denominator is every request that was offered; throughput counts the
-tokens that arrived within the window; a figure without observations is None.
-Never: averages quantiles: a figure over rounds is the median of the rounds' figures.
+A figure over rounds is the median of the rounds' figures: quantiles are not averaged.
+
+Invariant: goodput's denominator is every request that was offered; throughput counts the tokens
+that arrived within the window; a figure without observations is None.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Describe a load: arrival times, lengths, trace files.
 
 Invariant: pure but for the file; the same seed gives the same lines.
-Never: makes a text: lengths are all that a workload says.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Define chat: a conversation with the model, with commands.
 
-Owns: chat's loop, its messages, settings and commands, the history of typed lines, and the file of
-`/save` and `/load`.
 Invariant: Ctrl-C ends a reply or a line, never the chat; Ctrl-D leaves it. From a pipe every line
 is a turn and never a command.
-Never: writes the model's words anywhere except to stdout and the file of /save. Lines typed on a
-terminal go to `chat_history` in the state folder, readable only by its owner.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Complete verbs, options and ids for the shell.
 
 Invariant: on any error, completion offers nothing and prints nothing.
-Never: asks a daemon that is not on this machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Define `penstock config show`: the settings that `serve` would take, and their sources.
 
-Owns: how a setting's value is written, in the form that a user would type.
 Invariant: it shows what `serve` would take.
-Never: asks a daemon, which may have other settings.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Connect run and chat to a daemon with the wanted model; wait for it or start it.
 
-Owns: which words name a model; whether a daemon may be started; the default sampling of run and
-chat if neither the model nor the user sets any.
 Invariant: a daemon started here ends with the command. A download is announced with its name,
 source and size.
-Never: starts a daemon for a script: only if a user reads stderr, and no daemon was named.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Invariant: messages alternate between user and model, after at most one system message; a refused
 command changes nothing.
-Never: talks to the daemon or the terminal.
 """
 
 from __future__ import annotations

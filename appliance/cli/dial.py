@@ -1,7 +1,4 @@
-"""Define dial-stdio, which ssh:// addresses run on the daemon's machine.
-
-Never: looks at what it carries.
-"""
+"""Define dial-stdio, which ssh:// addresses run on the daemon's machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Define the verb worker: join a cluster of NVIDIA Dynamo until stopped.
-
-Never: keeps a second signal from ending it.
-"""
+"""Define the verb worker: join a cluster of NVIDIA Dynamo until stopped."""
 
 from __future__ import annotations
 

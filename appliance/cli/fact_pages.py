@@ -1,8 +1,4 @@
-"""Write one thing as lines of names and values: a request, a reply's timings, roles.
-
-Invariant: pure.
-Never: computes a figure that the daemon did not send.
-"""
+"""Write one thing as lines of names and values: a request, a reply's timings, roles."""
 
 from __future__ import annotations
 

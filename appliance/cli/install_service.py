@@ -2,7 +2,6 @@
 
 Invariant: all checks come before the first write; unchanged files are left alone; drop-ins and
 settings are the operator's.
-Never: removes a file, or changes one that is not ours.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Define the columns of the CLI's lists.
 
-Invariant: pure; a csv file has a column's `key` as its heading, so keys and their order stay; a
-request is described in the console's words (appliance.observe.frame.figures).
-Never: computes a figure that the daemon did not send.
+Invariant: a csv file has a column's `key` as its heading, so keys and their order stay; a request
+is described in the console's words (appliance.observe.frame.figures).
 """
 
 from __future__ import annotations

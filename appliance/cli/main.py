@@ -1,6 +1,5 @@
 """Parse the `penstock` command and run its verb.
 
-Owns: the table of verbs, and exit codes.
 Invariant: stdout carries the answer alone; progress, notes and errors go to stderr as
 `penstock: ...` and `hint: ...`.
 Never: imports torch, textual, the daemon or another verb before the verb asked for needs it.

@@ -1,7 +1,6 @@
 """Find models on this machine, and check and describe their files.
 
 Invariant: an unsupported folder is described with the reason, not left out.
-Never: downloads, changes or prints anything.
 """
 
 from __future__ import annotations

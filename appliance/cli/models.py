@@ -1,10 +1,7 @@
 """Define the verbs on models: pull, list, show, verify, rm.
 
-Owns: how a model is named on the command line; the notes before a download, and the question before
-a removal.
 Invariant: an unsupported model ends `pull`, `show` and `verify` with exit code 78, a missing one
 with 5; `list` shows an unsupported model with its problem.
-Never: needs the daemon.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Define the verbs on the machine's profile: show, measure, clear.
 
-Owns: how facts and their spread read.
 Invariant: show and clear work with and without a running daemon; measure asks the daemon.
-Never: measures by itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Define `penstock record`: write an incident to a file that the console replays.
 
 Invariant: the file is complete and readable by its owner alone, or absent.
-Never: overwrites a file; takes the text of a prompt.
 """
 
 from __future__ import annotations

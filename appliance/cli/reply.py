@@ -1,9 +1,7 @@
 """Print one reply token by token, and stop it on Ctrl-C.
 
-Owns: the options of generation.
 Invariant: stdout is the exact completion, plus a newline if it does not end with one, before
 anything else is printed; on a terminal control characters are removed.
-Never: leaves a request running without reading it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Define the verbs on the request log's file: path, stats, export, prune.
 
-Owns: how ages and sizes are written on the command line.
 Invariant: each works with and without a running daemon.
-Never: overwrites a file, or deletes anything that was not named by an age or a size.
 """
 
 from __future__ import annotations

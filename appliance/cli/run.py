@@ -1,8 +1,4 @@
-"""Define the verb run: one prompt, one reply.
-
-Owns: where the prompt comes from.
-Never: remembers a prompt.
-"""
+"""Define the verb run: one prompt, one reply."""
 
 from __future__ import annotations
 

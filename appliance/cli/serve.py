@@ -1,7 +1,4 @@
-"""Define the verb serve, with a flag for each setting.
-
-Never: imports the daemon before its settings are read.
-"""
+"""Define the verb serve, with a flag for each setting."""
 
 from __future__ import annotations
 

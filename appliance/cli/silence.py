@@ -3,7 +3,6 @@
 A killed daemon's replies continue: its keeper holds their connections until the next daemon is
 ready.
 Invariant: a note comes only after SILENT_S without an event, and a look that got no answer.
-Never: ends a reply, or writes to stdout.
 """
 
 from __future__ import annotations

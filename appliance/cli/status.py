@@ -1,8 +1,6 @@
 """Define status, as a page or a line, and metrics.
 
-Owns: what --check takes for a fault; --watch.
 Invariant: --check ends with 0 only if the daemon would take a request and no alert is raised.
-Never: judges a figure; the alerts are the daemon's.
 """
 
 from __future__ import annotations

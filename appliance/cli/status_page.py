@@ -1,7 +1,4 @@
-"""Write the daemon's state as a page or a line of text.
-
-Never: judges a figure.
-"""
+"""Write the daemon's state as a page or a line of text."""
 
 from __future__ import annotations
 

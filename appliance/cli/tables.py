@@ -1,8 +1,7 @@
 """Print rows in the formats of -o, and text that is safe for a terminal.
 
-Owns: what table, wide, json, ndjson and csv mean.
-Invariant: pure; table and wide are for people and may change, in the others fields are only ever
-added; rows come out in the order in which they are given.
+Invariant: table and wide are for people and may change, in the others fields are only ever added;
+rows come out in the order in which they are given.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Print a verb's output: formats, progress, errors, signals.
 
-Owns: colour, progress, and the options that most verbs share.
 Invariant: stdout carries the answer alone; progress, notes and errors go to stderr as `penstock:
 ...` and `hint: ...`.
 """

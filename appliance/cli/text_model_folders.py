@@ -1,7 +1,4 @@
-"""Describe folders of models that make vectors or scores of texts.
-
-Never: downloads, changes or prints anything.
-"""
+"""Describe folders of models that make vectors or scores of texts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Define the verbs embed and rerank: vectors of files' lines, and lines by relevance.
-
-Owns: how many lines are asked for at once, and how vectors are written.
-Never: keeps a vector once it is written.
-"""
+"""Define the verbs embed and rerank: vectors of files' lines, and lines by relevance."""
 
 from __future__ import annotations
 

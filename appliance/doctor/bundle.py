@@ -1,6 +1,5 @@
 """Collect a problem report in one file, without prompts, replies or keys.
 
-Owns: the contents of the report, and what is removed from them.
 Invariant: an unavailable part is replaced by the reason, and the others are complete. Requests
 contribute only numbers, names and times, from columns that are named here.
 Never: asks the daemon to change anything; needs it to answer, or to run.

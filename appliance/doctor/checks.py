@@ -1,9 +1,7 @@
 """Check what keeps this machine, or a model, from being served well.
 
-Owns: the checks.
 Invariant: a check changes nothing except for a probe file that it removes; what cannot be checked
 is reported, never assumed good.
-Never: starts a worker, imports torch, or raises.
 """
 
 from __future__ import annotations

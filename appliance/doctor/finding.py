@@ -1,8 +1,6 @@
 """Describe one finding of doctor.
 
-Owns: the record.
 Invariant: a finding that is not ok has a hint, with a command if possible.
-Never: checks anything itself.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Invariant: checks read the record alone, so that any machine can be checked anywhere; an unreported
 value is not assumed bad.
-Never: makes a CUDA context, changes anything.
 """
 
 from __future__ import annotations

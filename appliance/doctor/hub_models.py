@@ -1,7 +1,6 @@
 """Describe a model on the hub and where it would fit, without its weights.
 
 Invariant: the cache stays unchanged.
-Never: downloads weights.
 """
 
 from __future__ import annotations

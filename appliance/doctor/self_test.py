@@ -1,7 +1,4 @@
-"""Say what self-tests of kernels have found on this machine, and run one at will.
-
-Never: imports torch; a process of its own runs the test.
-"""
+"""Say what self-tests of kernels have found on this machine, and run one at will."""
 
 from __future__ import annotations
 

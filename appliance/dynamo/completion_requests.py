@@ -1,7 +1,4 @@
-"""Translate Dynamo's requests into bodies of /v1/completions.
-
-Never: guesses: an unsupported field is refused by name.
-"""
+"""Translate Dynamo's requests into bodies of /v1/completions."""
 
 from __future__ import annotations
 

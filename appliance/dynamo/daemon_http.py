@@ -1,7 +1,6 @@
 """Call the daemon from Dynamo's adapter: its card, completions, tokens.
 
 Invariant: every failure of the connection is a LostError; hanging up makes the daemon cancel.
-Never: tries again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Tell Dynamo's router which blocks the prefix cache holds.
 
-Owns: the set of announced blocks.
 Invariant: the router knows of a block as long as the daemon has it, and always knows its parent.
-Never: reads a socket.
 """
 
 from __future__ import annotations

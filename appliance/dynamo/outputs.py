@@ -1,8 +1,6 @@
 """Read the daemon's streamed outputs as Dynamo wants them.
 
-Owns: which failures another worker can take over.
 Invariant: every token id is passed on once, in order.
-Never: reads a socket.
 """
 
 from __future__ import annotations

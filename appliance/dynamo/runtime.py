@@ -1,8 +1,6 @@
 """Wrap the parts of Dynamo 1.6 that the adapter needs.
 
-Owns: the names in Dynamo, the forms of its calls, and its errors.
 Invariant: its types stay in this file.
-Never: speaks to the daemon.
 """
 
 from __future__ import annotations

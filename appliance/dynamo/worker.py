@@ -1,9 +1,7 @@
 """Join a Dynamo cluster as a worker, through the daemon's own socket.
 
-Owns: the registration with the router, and the running replies.
 Invariant: a client gets every token once, also when a request continues at another worker after a
 failure. While the daemon drains, is down or silent, the router does not choose it.
-Never: keeps a request that the daemon has lost; speaks to Dynamo except through its Runtime.
 """
 
 from __future__ import annotations
