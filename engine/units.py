@@ -1,7 +1,6 @@
 """Format byte counts in binary units.
 
-Invariant: pure; the unit is never left out.
-Never: reads a size; what a person may write is the settings'.
+Invariant: the unit is never left out.
 """
 
 from __future__ import annotations

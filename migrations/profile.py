@@ -1,12 +1,11 @@
 """Define the profile's schema as append-only steps.
 
-Owns: its table.
 Invariant: a step that has been released is never edited; each runs in one transaction.
-Never: executescript(), which would commit that transaction half-way.
 """
 
 from __future__ import annotations
 
+# no executescript(): it would commit the transaction half-way
 from sqlite_utils import Database, Migrations
 
 migration = Migrations("profile")

@@ -1,14 +1,13 @@
 """Define the request log's schema as append-only steps.
 
-Owns: tables, indexes and views.
 Invariant: a step that has been released is never edited; each runs in one transaction with its
 record, so it is applied whole or not at all. The first step makes what fourteen steps made, by the
 name of the fourteenth: a log that records it lacks nothing, one that does not is of before.
-Never: executescript(), which would commit that transaction half-way.
 """
 
 from __future__ import annotations
 
+# no executescript(): it would commit the transaction half-way
 from sqlite_utils import Database, Migrations
 
 migration = Migrations("request_log")

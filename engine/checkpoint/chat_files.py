@@ -2,8 +2,6 @@
 
 Repositories of different years keep it in different files. The order is docs/models.md's: the
 first place with a template wins.
-
-Never: compiles a template.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Check a model before any worker starts: its configuration and where each weight lies.
 
-Owns: which tensors a model needs; the choice of the serving dtype.
 Invariant: an opened Checkpoint has every tensor its config expects, in the right shape, inside
 its file.
-Never: reads tensor data, imports torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Read the shape of a model's Gated DeltaNet layers, and size the record that they keep.
 
-Owns: the size of a record: what those layers know of all earlier tokens, however many.
 Invariant: at least one layer is of full attention, and every layer's kind is one of two.
-Never: imports torch.
 """
 
 from __future__ import annotations

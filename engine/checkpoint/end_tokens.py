@@ -2,8 +2,6 @@
 
 Fine-tunes often change one file and leave the others as they were; a reply that no file's token
 ends would run on to its limit.
-
-Never: reads weights or an ordinary vocabulary.
 """
 
 from __future__ import annotations

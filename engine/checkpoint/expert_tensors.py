@@ -1,7 +1,6 @@
 """Find one expert's tensor within a tensor that holds all experts'.
 
 Invariant: what is returned lies wholly inside that tensor.
-Never: reads values.
 """
 
 from __future__ import annotations

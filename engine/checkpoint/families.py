@@ -4,10 +4,10 @@ A row's `defaults` are the keys of config.json that the family has, with transfo
 each; a key that is not among them means nothing to the family and is ignored, as transformers
 ignores it. Numbers come out of those keys. What no key says is a field of the row.
 
-Owns: the table of differences from Llama; there is no class and no branch per family anywhere else.
+There is no class and no branch per family anywhere else.
+
 Invariant: a row is complete; None is "the family has no such part". What a number says is a key of
 config.json, and no field.
-Never: reads a file.
 """
 
 from __future__ import annotations

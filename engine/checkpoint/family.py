@@ -1,7 +1,6 @@
 """Describe how a model family may differ from Llama.
 
 Invariant: None is "the family has no such part".
-Never: names a family.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ a vocabulary of 150,000, and it follows counts beyond the end of the file. So th
 list of lengths and values, is read here; the package is what the tests compare with.
 
 Invariant: no length of the file is believed before it is compared with what is left of the file.
-Never: reads tensor data, but for the small ones that are configuration; knows an architecture.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ The format has one vocabulary for all architectures, and leaves out what its own
 each (which layers have windows, how attention is scaled). Here both become what config.json says,
 so that the rest of the engine knows one way to describe a model.
 
-Owns: which architectures are known, and what their keys are called in the other format.
 Invariant: an architecture that is not in the table is refused by name.
-Never: reads a file.
 """
 
 from __future__ import annotations

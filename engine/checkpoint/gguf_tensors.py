@@ -1,8 +1,6 @@
 """Find the tensors of a GGUF file by the names that the model's family has for them.
 
-Owns: what tensors are called in the format, and where several of ours lie in one of them.
 Invariant: a tensor that is found lies wholly inside its file.
-Never: reads a file.
 """
 
 from __future__ import annotations

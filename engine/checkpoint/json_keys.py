@@ -2,7 +2,6 @@
 
 Invariant: what is returned has the type asked for; anything else is a CheckpointError that names
 the file and the key.
-Never: knows what a key means.
 """
 
 from __future__ import annotations

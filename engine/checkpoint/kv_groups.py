@@ -4,9 +4,7 @@ A block of the KV pool holds one group of layers. The first group keeps every bl
 it has the layers without a window. The blocks of the other groups are its *window blocks*: they
 are given to others once they are behind the window. A model without windows has one group.
 
-Owns: the layers of each group.
 Invariant: every layer is in one group, and all groups have as many places; a place may be empty.
-Never: knows a pool or a sequence.
 """
 
 from __future__ import annotations

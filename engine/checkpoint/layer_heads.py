@@ -1,7 +1,6 @@
 """Compute each layer's key heads, and the KV layer that it reads.
 
 Invariant: each layer's width divides the widest.
-Never: reads a file.
 """
 
 from __future__ import annotations

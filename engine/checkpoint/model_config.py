@@ -1,10 +1,7 @@
 """Read a model's configuration, with transformers' defaults for missing keys.
 
-Owns: which keys are read and what each may be; RoPE scaling; key heads that differ between layers;
-the sampling that generation_config.json asks for; the numbers by which a family departs from Llama.
 Invariant: a ModelConfig is complete and consistent; what cannot be served is a CheckpointError
 that names the file and the key.
-Never: reads weights, imports torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Open a model's files, which are regular ones: a pipe or a device could be read for ever.
-
-Owns: how long a file may be that is read as a whole.
-"""
+"""Open a model's files, which are regular ones: a pipe or a device could be read for ever."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Describe how matrices lie in memory for the C kernels: quantised in panels, bfloat16 in pairs.
 
 Invariant: the C files have the same numbers; a test packs and multiplies.
-Never: touches data.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ is what the tensors themselves say, beside the shape that the model asks for: co
 too many ways.
 
 Invariant: every part of a matrix has the shape and dtype that the matrix asks for.
-Never: reads tensor data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Read the headers of safetensors files: where each tensor lies in which file.
 
 Invariant: a TensorInfo lies wholly inside its file and overlaps no other.
-Never: reads tensor data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Read how the model's makers sample it, from generation_config.json.
 
 Invariant: a request may ask for whatever is returned.
-Never: reads a file.
 """
 
 from __future__ import annotations

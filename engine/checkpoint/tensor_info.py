@@ -1,8 +1,6 @@
 """Describe tensors of safetensors and GGUF files: type, shape, place in the file.
 
-Owns: the block formats of quantised values.
 Invariant: a TensorInfo lies wholly inside its file.
-Never: reads tensor data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Read a model that makes vectors or scores of whole texts, from its folder and its parts' folders.
 
-Owns: which of sentence-transformers' modules are served, and how the parts' tensors are called.
 Invariant: every tensor of TextModelConfig is there, with the shape that the configuration asks for.
-Never: reads tensor data.
 """
 
 from __future__ import annotations

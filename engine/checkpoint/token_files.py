@@ -1,8 +1,6 @@
 """Read what a model folder says of special and added tokens.
 
 Repositories of different years keep them in different files. The order is docs/models.md's.
-
-Never: keeps a vocabulary of ordinary tokens but as text.
 """
 
 from __future__ import annotations

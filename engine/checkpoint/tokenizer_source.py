@@ -1,7 +1,6 @@
 """Choose which of a model folder's files the tokenizer is made from.
 
-Owns: the order, which is docs/models.md's.
-Never: reads a file.
+The order is docs/models.md's.
 """
 
 from __future__ import annotations

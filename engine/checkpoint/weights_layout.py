@@ -1,8 +1,6 @@
 """Lay out converted, packed and quantised weights in the memory that all workers read.
 
-Owns: where each weight lies there, and its form.
 Invariant: daemon and workers come to the same layout.
-Never: reads tensor data, imports torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Write what was read of a model's files, so that another process need not read them again.
-
-Owns: how that crosses between processes.
-Never: reads a model's file.
-"""
+"""Write what was read of a model's files, so that another process need not read them again."""
 
 from __future__ import annotations
 

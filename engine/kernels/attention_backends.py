@@ -1,9 +1,7 @@
 """Choose a GPU's attention backend, and say what the other backends lack.
 
-Owns: the tries; the table of capabilities, in order of preference, and the choice.
 Invariant: the choice is a function of what is needed and of what is installed; what was passed over
 is named with the reason.
-Never: imports torch or any backend.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Describe what a model's attention needs of a backend.
 
 Invariant: nothing is imported into this process; what was found holds for its life.
-Never: imports a library.
 """
 
 from __future__ import annotations

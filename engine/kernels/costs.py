@@ -1,8 +1,7 @@
 """Compute the fewest bytes and operations that each kernel call needs.
 
-Owns: the counts by shape: bytes cross the device's memory once, a product and its sum are two
-operations. A measured time is a fraction of what they take at the device's rates.
-Never: measures, imports torch.
+Bytes cross the device's memory once; a product and its sum are two operations. A measured time is a
+fraction of what they take at the device's rates.
 """
 
 from __future__ import annotations

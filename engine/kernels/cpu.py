@@ -3,9 +3,7 @@
 setup.py compiles the same C files once per instruction set, each into a module of its own. The
 functions take addresses, sizes and strides, and trust them: a wrong one is memory overwritten.
 
-Owns: the choice of the instruction set; the kernels' numbers of types, forms and variants.
 Invariant: one level is chosen once, at start.
-Never: compiles, imports torch, times anything.
 """
 
 from __future__ import annotations

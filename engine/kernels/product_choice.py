@@ -2,9 +2,7 @@
 
 Nothing is timed: on a machine that does something else, too, one of a few noisy ratios decides a
 trial, and its choice was three times slower than the rule's. What each CPU is best at is known.
-Owns: the rule and its reasons; the check that a variant computes rightly on this machine.
 Invariant: equal machines get equal choices, whatever runs beside the start.
-Never: imports torch, reads a clock, keeps anything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Keep each fact about this machine: its newest samples, their median and spread.
 
-Owns: the facts of one scope in memory, and which of them are not stored yet.
 Invariant: a fact has at most 32 samples; 16 in a row that are 1.5 times off replace all others.
-Never: reads a clock or a file.
 """
 
 from __future__ import annotations

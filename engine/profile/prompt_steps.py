@@ -1,9 +1,7 @@
 """Choose how many prompt tokens a step computes, and whether steps borrow more cores.
 
-Owns: these choices, from facts about steps.
 Invariant: the same facts give the same choice; a default stays until it is beaten by more than
 MIN_GAIN and beyond the spread of both.
-Never: measures.
 """
 
 from __future__ import annotations

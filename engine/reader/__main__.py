@@ -4,7 +4,6 @@ Each job comes with a socket for its text and its answer. Jobs that clients' tex
 run in a fork each, beside all others and behind the machine's other work: a flood of them costs the
 steps that are being computed no core.
 Invariant: no job outlives its limits; the process ends with the daemon's end of its channel.
-Never: reads a file but in a fork for a model's, or keeps anything of a job but compiled templates.
 """
 
 from __future__ import annotations

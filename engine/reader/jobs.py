@@ -1,6 +1,5 @@
 """List the jobs of the process that reads strangers' text.
 
-Owns: each job's name and arguments; the templates compiled last.
 Invariant: arguments are plain data, and the result is a text, or the bytes of what a model's files
 hold.
 """

@@ -1,9 +1,7 @@
 """Give running sequences more blocks, and have others preempted if none are free.
 
-Owns: which sequences are short of blocks, and for which waiting one room is being made.
 Invariant: of two sequences short of a pool's blocks the older gets its blocks first; none is
 preempted while enough blocks are about to come back.
-Never: admits or ends a sequence.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measure steps that no request has run yet, while no request is live.
 
-Owns: what is worth knowing, in order; the slice that is being measured, its blocks and its cores.
+A request waits for half a layer of it at most.
+
 Invariant: a slice ends when a request comes; a model costs at most MAX_WORK_MS; it takes empty
 blocks, and they are free again when the workers have answered.
-Never: reads a clock; takes a cached block; keeps a request waiting for more than half a layer.
 """
 
 from __future__ import annotations

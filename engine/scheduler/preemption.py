@@ -6,7 +6,6 @@ An owner with more than its share loses blocks first, and of its sequences the o
 Invariants: no owner loses blocks to one that holds more for its weight, unless none could continue
 otherwise; an owner's oldest sequence loses its blocks only to an owner within its share that would
 have no other sequence there, and not before it has gained by coming back.
-Never: reserves, releases or sends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Find what each waiting prompt waits for, and behind how many tokens.
 
 Invariant: tokens ahead are counted in the order in which the queue is taken if nothing else comes.
-Never: puts a reason into words, or predicts a time.
 """
 
 from __future__ import annotations

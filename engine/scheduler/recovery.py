@@ -1,9 +1,7 @@
 """Continue sequences after preemption, handoff or a worker's death.
 
-Owns: which sequence is to blame when workers die of it.
 Invariant: KV in a pool that is left of the route is not computed again; a route is taken with all
 its blocks, or not at all. A sequence suspected of deaths continues only on an empty worker.
-Never: admits or ends a sequence.
 """
 
 from __future__ import annotations

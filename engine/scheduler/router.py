@@ -1,10 +1,8 @@
 """Admit, hand off and recover sequences: events in, commands out.
 
-Owns: every sequence from submit to its last released block, and the ledger.
 Invariants: in scan order no sequence that holds blocks waits behind one that holds none, and none
 of an owner's passes one of its own that was preempted; what admission takes is taken in all pools
 of a sequence's stages together, or in none; each sequence ends once.
-Never: waits, reads a clock (now_ns is given), knows text, HTTP or SQL.
 """
 
 from __future__ import annotations

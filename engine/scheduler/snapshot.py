@@ -1,7 +1,6 @@
 """Describe the router at one moment, for readers that change nothing.
 
 Invariant: a snapshot never changes, and its parts are of one moment.
-Never: changes anything, or hands out a part of the router itself.
 """
 
 from __future__ import annotations

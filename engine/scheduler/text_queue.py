@@ -3,9 +3,7 @@
 Texts wait for vectors or scores, beside the queue of sequences: they need no blocks, and a worker
 computes them between its steps. Turns are start-time fair queueing, as the sequences' are: a text
 charges its owner for its tokens over the owner's weight, and the least charged owner is next.
-Owns: the order of texts, and the charge of each owner while any text waits.
 Invariant: of two owners that keep waiting, neither gets ahead of its share by more than a batch.
-Never: knows workers, or reads a clock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Start Python so that no module of the current folder is imported.
 
 People type commands where they stand: in a clone, or in a model's folder, which strangers filled.
-Owns: every use of this interpreter's path that starts a process.
 """
 
 from __future__ import annotations

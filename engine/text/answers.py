@@ -1,7 +1,4 @@
-"""Send the answer to a job of the process that reads strangers' text, and receive it.
-
-Owns: the words of that channel, on both sides.
-"""
+"""Send the answer to a job of the process that reads strangers' text, and receive it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Write the grammar of tool calls in a model's own notation.
 
 Invariant: arguments match their function's schema.
-Never: compiles it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Build a tokenizer from a folder without tokenizer.json, out of the files that came before it.
 
-Owns: what transformers' classes know of such files beyond their content.
 Invariant: ids equal transformers' with the class in tokenizer_config.json; with tokenizer.model,
 SentencePiece's.
 """

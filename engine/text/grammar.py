@@ -2,9 +2,7 @@
 
 A grammar is a text for llguidance: its JSON around a schema, or around a grammar in Lark.
 
-Owns: the form of grammars, and the limits.
 Invariant: size, time, memory and stack of a compilation are bounded for any input.
-Never: imports torch, samples.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Follow a grammar token by token: which tokens may come next.
 
-Owns: the model's tokens as grammars see them, and the state of each match.
 Invariant: a match's state follows from the output ids alone, so that a sequence can move to another
 worker.
-Never: imports torch, samples.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 A file may claim anything, so that only a process with limits reads it; what it answers is what
 reading the file here would have given.
-Never: reads a model's file.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 Templates, schemas, patterns and grammars are programs that others wrote, and a model's files may
 claim anything. Read here, they would hold the interpreter's lock, and with it the loop, or fill the
 memory; so `engine/reader`, which is started once, reads them.
-Owns: that process, and how a job crosses to it.
 Invariant: a job that takes too much fails alone; one that is ended from outside is done again once.
-Never: imports what reads such text, or reads it in the process's place.
 """
 
 from __future__ import annotations

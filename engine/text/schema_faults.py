@@ -1,7 +1,6 @@
 """Find what a JSON schema has that cannot be enforced, and leave it out.
 
 Invariant: what is left can be compiled, or is any object; the number of tries is bounded.
-Never: changes the schema that it is given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Turn text into token ids, and a stream of ids back into text.
 
-Owns: the model's tokenizer, from a folder or a GGUF file's metadata, and its chat template;
-the unfinished character of streamed text.
 Invariant: encode, decode and render equal transformers' for a folder; a GGUF file's ids are its
 own.
 Never: knows requests, and never loads a tokenizer from outside the folder.

@@ -1,7 +1,4 @@
-"""Assemble tokenizers of the kinds that models have, whatever file the vocabulary is from.
-
-Never: reads a file.
-"""
+"""Assemble tokenizers of the kinds that models have, whatever file the vocabulary is from."""
 
 from __future__ import annotations
 

@@ -2,10 +2,8 @@
 
 A frame is a 4-byte little-endian length, a CRC-32 of length and body, and a msgpack body, one
 tagged struct of engine.wire.messages.
-Owns: its end of the socket.
 Invariant: messages arrive whole and in order; after the peer's death all its messages are read
 before ChannelClosed; bytes that are no message, or differ from what was sent, end the channel.
-Never: interprets a message, retries, or times out by itself.
 """
 
 from __future__ import annotations

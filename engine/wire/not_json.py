@@ -1,7 +1,6 @@
 """Name what msgspec raises for bytes that it cannot decode.
 
-Owns: this list, apart from engine.errors, which verbs that must start quickly import.
-Never: decodes anything.
+It stands apart from engine.errors, which verbs that must start quickly import.
 """
 
 import msgspec

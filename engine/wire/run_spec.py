@@ -1,7 +1,6 @@
 """Define what a request wants of each sequence, in one record that the API and the worker share.
 
 Invariant: a sequence keeps one spec from submit to its end, wherever it runs.
-Never: says how far a sequence is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Describe how a sequence's tokens are drawn and what is reported of each draw.
 
-Owns: the limits of each field.
 Invariant: a record that exists is within the limits that its fields name.
-Never: draws.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Keep the blocks of one pool: count their uses, derive their states, hand out free blocks.
 
-Owns: how many tables and unanswered commands name each block, the free list, and with the pool's
-index the hashes of full blocks. A block's state is not stored: it follows from the three. Where
-layers have sliding windows, a block may have window blocks, which share its state until no table
-needs them (`engine.scheduler.cache.window_blocks`).
+A block's state is not stored: it follows from the tables and unanswered commands that name it, and
+its hash. Window blocks share it until no table needs them.
+
 Invariants: a block is in the free list exactly if no table, command or hash names it; block 0 is
 padding and is never allocated. A block with a hash is full and is never written.
-Never: knows which sequence or command uses a block; engine.scheduler.cache.ledger does.
 """
 
 from __future__ import annotations

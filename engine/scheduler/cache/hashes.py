@@ -1,8 +1,6 @@
 """Hash a prompt's blocks, each with all blocks before it.
 
-Owns: the chain of a prompt's hashes.
 Invariant: two blocks with one hash have equal bytes, from any computation.
-Never: knows a pool.
 """
 
 from __future__ import annotations

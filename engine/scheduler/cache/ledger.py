@@ -1,9 +1,9 @@
 """Record which sequences and commands use which KV blocks, in all pools.
 
-Owns: the tables of sequences, and the commands that workers have not answered.
+A timer may start an abort, never a free.
+
 Invariants: a block has as many references as tables that contain it, and as many commands as name
 it; it is in the free list exactly if it has neither, and no hash.
-Never: moves bytes, knows requests or clocks. A timer may start an abort, never a free.
 """
 
 from __future__ import annotations

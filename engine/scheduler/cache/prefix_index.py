@@ -4,10 +4,8 @@ Among the users with more than an equal share of the hashed blocks, the largest 
 recently used block. So one user's flood of prompts evicts only that user's earlier blocks, and
 other conversations stay.
 
-Owns: hashes of blocks, and the order of eviction.
 Invariants: a hash has one block, and a block one hash; an evicted block is in no table and named by
 no command, and has no cached successor in a chain: a tail goes before its head.
-Never: knows sequences; reads or writes a block.
 """
 
 from __future__ import annotations

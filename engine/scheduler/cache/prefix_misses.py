@@ -1,8 +1,6 @@
 """Find out why a prompt's cached prefix ended where it did.
 
-Owns: the tokens of the newest prompts of all models, and the hashes of the blocks evicted last.
 Invariant: a prompt is compared with prompts of its own owner only.
-Never: knows text; changes what is cached.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Record a pool's published blocks in memory that outlives the daemon, one entry for each block.
 
-Owns: the layout of the record, and which of its entries count.
 Invariant: an entry's flag is set after the rest of it, and cleared before its block may be written.
 Wherever a daemon dies, each entry that counts is whole, and its block has the content of its hash.
-Never: decides which blocks are published, or touches the pool's memory.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ A snapshot saves computing the blocks of a prompt since the snapshot before it. 
 model take equally many bytes, so that this number ranks them. A last use long ago counts for less
 (GreedyDual): each drop raises the ranks of what is used later, so that large ones go in the end.
 
-Owns: what the snapshots of one index save, and the order of their last uses.
 Invariant: when a snapshot goes, the next ones on its chain save what it saved.
-Never: drops a snapshot.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@ Two workers or five, one pool or one each, are values of these records, not code
 and decode share a pool, and a handoff names the same blocks. `peer`: the source's worker writes
 into the target's pool. `shm`: it writes into a staging buffer in host memory, and the
 target's worker reads from there.
-Owns: nothing; made once at start, by make_topology().
 Invariant: from each worker that prefills to each that decodes there is one link, and one back; each
 has a transport of its own; every hop is made by the worker of one of its pools, and by none that
 reads memory of which it would not know that its owner has died.
-Never: changes while the daemon runs; what does is in roles, and a pool's life in the ledger.
 """
 
 from __future__ import annotations

@@ -5,9 +5,7 @@ others, for the same tokens. They are needed by tables whose sequence may still 
 are spare: they serve prompts that begin alike until a table needs room, and are taken before any
 cached block.
 
-Owns: the window blocks of each block, how many tables need them, and which are spare.
 Invariant: a block that is needed has window blocks; spare ones are needed by no table.
-Never: allocates or frees a block.
 """
 
 from __future__ import annotations

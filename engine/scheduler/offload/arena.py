@@ -4,10 +4,8 @@ Only its worker reaches a GPU's memory, so the copies are commands to workers, a
 buffer: on a stream of their own there, or between two steps if a pool is in host memory. They have
 negative numbers, which distinguish their reports from reports about moving sequences.
 
-Owns: unanswered copies.
 Invariants: each job is reported once; unfinished work of a dead worker counts as not done, and is
 reported after its commands were reaped.
-Never: chooses a block or a place; touches the memory itself.
 """
 
 from __future__ import annotations

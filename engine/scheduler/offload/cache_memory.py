@@ -4,10 +4,8 @@ The memory is cut into segments, and each belongs to one model. A model's blocks
 its own block size, counted from the memory's start; only blocks that lie wholly within one of its
 segments are used. So every worker maps the memory as an ordinary pool of its own blocks.
 
-Owns: the memory, the model of each segment, and the index of each model's blocks.
 Invariants: no byte belongs to two models; what lies in a segment is out of its model's index before
 another model gets it; the memory outlives every worker.
-Never: copies a block.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ while a checksum is computed; a write delays a read by at most its own length. T
 idle I/O priority but the usual CPU priority: a thread waiting for a core while holding Python's
 lock would block the daemon's loop. Writing is limited to a share of a core instead.
 
-Owns: the threads and their buffers. Reports come back by a callback, from the thread.
+Reports come back by a callback, from the thread.
+
 Invariant: each job is reported once, after its last touch of pool and slab; a job's pairs are done
 in order, and the first failure ends it.
-Never: decides what is stored or loaded, or where; raises an error of the disk.
 """
 
 from __future__ import annotations

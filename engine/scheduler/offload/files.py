@@ -1,8 +1,6 @@
 """Define the files of an SSD cache: the format of a block, and finding and deleting files.
 
-Owns: names and modes of the files, and the lock on the folder.
 Invariant: a survey reads sealed headers; it takes no lock and changes nothing.
-Never: knows what is being written.
 """
 
 from __future__ import annotations

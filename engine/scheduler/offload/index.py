@@ -1,10 +1,8 @@
 """Map block hashes to places in a store's slabs, and choose which records are evicted.
 
-Owns: the index of all records, the free places, and their readers and writers.
 Invariants: a place has at most one record; a place being read or written is not given away; a
 record can be found from when it is written until it is dropped. Deleting has two phases: out of the
 index at once, and reusable when its last reader is done.
-Never: reads a clock or a file; it names places only.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 A job is a copy with the places of its blocks, a slab to make, places to sweep, or a probe.
 
 Invariant: a job is filled in by its executor, and read by the loop once reported.
-Never: knows the executor.
 """
 
 from __future__ import annotations

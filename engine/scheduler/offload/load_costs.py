@@ -2,7 +2,6 @@
 
 Invariant: a load is worth it only where it is predicted to take less than computing would;
 excess load time is the time that loads took beyond what computing was predicted to.
-Never: reads a clock.
 """
 
 from __future__ import annotations

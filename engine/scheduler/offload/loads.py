@@ -5,12 +5,10 @@ beat computing. There they are cached like any others, and admission finds them.
 until a deadline. Where the model keeps recurrent states, blocks are loaded up to the last one that
 has a snapshot in the tier, and the snapshot with them.
 
-Owns: running loads, and the prompts that wait for them.
 Invariants: blocks being loaded, and their predecessors in the chain, are named by an open command
 until the copy is done; at most an eighth of a pool, or a block or snapshot, is being loaded; each
 block is loaded once for all waiting prompts; published blocks had the right checksums, and a
 snapshot is published whole or not at all.
-Never: waits; ends or admits a sequence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Hold all tiers below the pools of one router, the fastest first.
 
 Invariant: a prompt waits for one tier at a time; a victim's blocks go to the first that takes them.
-Never: knows what a tier is made of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Define how a KV block lies on disk: header, bytes, checksums.
 
 Invariant: data not sealed for this place, fingerprint and content is read as None or as damaged.
-Never: opens a file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Keep KV blocks in slab files of a folder, under a cap.
 
-Owns: the folder's lock, its slab files, and which are recycled.
 Invariant: physical bytes never exceed the cap; a slab's number is used once per process; a
 descriptor stays open until close(), since a thread may be stuck in it.
-Never: runs a thread.
 """
 
 from __future__ import annotations

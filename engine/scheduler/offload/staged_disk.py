@@ -4,11 +4,9 @@ Only its worker reaches a GPU's memory. The worker copies a block to a slot in h
 thread of the disk writes it from there; loads go the other way. A block of the pool is named by its
 command until both halves are done.
 
-Owns: the slots, and the job of each.
 Invariant: a slot belongs to one job until its last touch; loads and stores have slots of their own,
 so that neither waits for the other; each job is reported once; only blocks with right checksums are
 copied to a pool, and only by the worker that was ready when the job began.
-Never: decides what is stored or loaded; touches the memory itself.
 """
 
 from __future__ import annotations

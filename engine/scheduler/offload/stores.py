@@ -1,8 +1,6 @@
 """Decide which blocks of the pools to store in a tier, and store them.
 
-Owns: running stores, and the blocks to be stored.
 Invariant: blocks being stored are named by an open command until the copy is done.
-Never: waits; evicts a block of a pool.
 """
 
 from __future__ import annotations

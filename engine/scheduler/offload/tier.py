@@ -4,7 +4,6 @@ A block that is used a second time is stored; a queued prompt waits for stored b
 beats computing. SSD and DRAM differ only by their store. After three misses in a row, deadlines or
 errors, nothing is stored or loaded until a probe succeeds.
 
-Owns: the sequences already decided, misses, probes.
 Invariant: only a queued prompt waits for a tier, at most until a deadline.
 Never: stores salted blocks; serves a block with a wrong checksum.
 """

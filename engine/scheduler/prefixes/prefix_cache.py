@@ -5,10 +5,8 @@ sequence that begins with the same tokens refers to them and computes the rest. 
 the block of its last token, which it computes into a block of its own. So no sequence writes a
 block that another can find.
 
-Owns: the hashes of computed blocks, and which sequence waits for a prefix.
 Invariants: a hit was computed from the same tokens, by the same model, for a user that shares it; a
 sequence waits only for one that is on a worker, and that computes more of the prompt.
-Never: chooses a route through the workers; ends or admits a sequence.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Copy cached blocks, and a snapshot, from one KV pool to where a queued prompt needs them.
 
-Owns: the fetches under way, each with its block tables.
 Invariant: a block is published when its copy is answered, in the life of both pools in which the
 fetch began; each block is fetched once, however many wait for it; a prompt asks for one fetch
 each time that it is placed, and waits only while all that make it take work.
-Never: chooses a route.
 """
 
 from __future__ import annotations

@@ -7,9 +7,7 @@ then on, while the sequence continues with the rest. If there is room, a sequenc
 which its worker keeps the record at the last border. When the worker releases the sequence, that
 record becomes a snapshot, so that a conversation's next turn continues within the reply.
 
-Owns: at which numbers of computed tokens a sequence leaves a snapshot.
 Invariant: a record that can be found is never written; a sequence has two others.
-Never: takes or frees a block itself (engine.scheduler.cache.ledger does).
 """
 
 from __future__ import annotations

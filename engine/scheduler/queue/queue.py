@@ -8,10 +8,8 @@ begins to wait starts level with the least charged waiting owner, so no owner sa
 nothing waits all charges are forgotten: tokens that no other owner wanted were free. Preempted
 sequences have their owner's turns, before its new ones.
 
-Owns: the order of the queue, and the charge of each owner.
 Invariants: of two owners that keep waiting, neither gets ahead of its share by more than one prompt
 and the outputs under way; one owner alone sees the order of prefill_key; no owner fills the queue.
-Never: knows blocks or workers, or reads a clock (now_ns is given).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Limit how much may wait, and tell the refused when to come back.
 
-Owns: the amount that waits, by owner; the limits, and the pace of the queue.
 Invariant: an owner waits with at most OWNER_SHARE times the room left, except for a first single
 sequence.
-Never: knows sequences, or reads a clock.
 """
 
 from __future__ import annotations

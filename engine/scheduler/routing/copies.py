@@ -8,10 +8,8 @@ that are computed, and only half of them wait for blocks that are not. A fetch i
 computed blocks for the next prompt that asks: it has tables of its own, and is over when a worker
 of its link dies.
 
-Owns: transfers, unanswered copies, and which slot of a staging buffer holds which block.
 Invariant: blocks are sent and arrive in order, on every hop; a slot is its sequence's until the
 block has left it; blocks of a pool whose life has ended do not count as arrived.
-Never: moves bytes, writes a sequence; waits.
 """
 
 from __future__ import annotations

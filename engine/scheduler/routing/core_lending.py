@@ -1,9 +1,7 @@
 """Track lent cores, and lend each only after the worker that used it has released it.
 
-Owns: what each worker uses, as it last answered, and what it has been told since.
 Invariant: a core is lent only after its owner has released it, or died; no core is usable by two
 workers, except while its owner takes it back and the borrower has been told to release it.
-Never: decides which worker needs them; waits; moves a thread.
 """
 
 from __future__ import annotations

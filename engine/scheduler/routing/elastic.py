@@ -1,6 +1,5 @@
 """Predict what each pair of workers would mean for a sequence, and choose one.
 
-Owns: the forecasts, and the words for why one was chosen.
 Invariant: the choice is one of the candidates: the cheapest that meets the targets, otherwise the
 one that misses them least; within a tenth, the kind of route taken before. A prompt of several
 steps joins sequences that decode only if they keep their target, or if there is no other route.

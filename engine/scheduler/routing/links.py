@@ -1,7 +1,6 @@
 """Track each link between pools: its rate, its failures, and when it is down.
 
 Invariant: only a link with a fallback goes down; copies under way on it stay on it.
-Never: copies, or chooses workers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Compare what elastic roles predicted of each prompt with what came of it.
 
-Owns: the prompts that are being computed as a forecast said, each route's record since the start,
-and which routes are closed.
 Invariants: a forecast is judged once, by steps on the cores that it presumed, and on nothing else;
 a route that was twice as bad as predicted is closed until steps of its size have been measured
 anew.
-Never: reads a clock, predicts, touches a sequence.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Hold the current roles, route sequences by them, learn step times, choose cores to lend.
 
-Owns: the roles and their targets; what is known of step times, and the steps of the last second,
-which wait to be learnt from; the number of sequences that decoded a moment ago.
 Invariant: roles change what is placed from now on, never what runs already. A worker with nothing
 to do lends its cores to one that has, unless roles are static; it has them back before it steps.
-Never: touches a sequence or a block; reads a clock.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Learn how long a worker's steps take from the steps that it has run.
 
-Owns: how a step of any size is read out of facts in powers of two: by straight lines between
-measured sizes, and beyond them by a known form (in proportion to the tokens, plus attention).
+Facts are of powers of two. Between measured sizes straight lines are read, and beyond them a known
+form: in proportion to the tokens, plus attention.
+
 Invariant: a prediction is finite, positive, and within a kind never falls when the step grows.
-Never: reads a clock; predicts beyond the measured sizes from fewer than two of them.
 """
 
 from __future__ import annotations

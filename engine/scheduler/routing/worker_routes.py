@@ -2,7 +2,6 @@
 
 Invariant: what fits a pool's capacity can be run to its end there, alone; what admission takes is
 enough for all that is known of the sequence and for the steps until more can have come.
-Never: reserves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Count guessed tokens and how many of them were right, by source and place in the guess.
 
 Invariant: no more tokens are right than guessed, at every place.
-Never: reads a clock.
 """
 
 from __future__ import annotations

@@ -4,11 +4,8 @@ Its route is a list of stages, each a worker and how many output tokens it is to
 roles give it two, (prefill worker, 1) and (decode worker, max_tokens); one worker that does all of
 it is one stage. Where it is at this moment is said in one place, `where`.
 
-Owns: the progress of each sequence as the daemon knows it; in which container each of them is, but
-for the queue's order; the counters of what the router has done.
 Invariant: `num_computed_tokens <= num_tokens`; stamps only move from None to a value, once; a
 sequence is said to be where its container is.
-Never: text, HTTP; reserves or frees a block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""List all unfinished sequences by where they stand.
-
-Never: decides anything about a sequence.
-"""
+"""List all unfinished sequences by where they stand."""
 
 from __future__ import annotations
 
