@@ -1,7 +1,6 @@
 """Run the console over a daemon or a recording: `python -m tui`.
 
 Invariant: only plain text goes to an incapable terminal.
-Never: looks for the daemon; the caller knows the socket.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Describe what an operator can change through the console, with a question before each change.
 
 Invariant: nothing is sent without a question.
-Never: decides on permissions; the daemon does.
 """
 
 from __future__ import annotations

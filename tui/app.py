@@ -1,8 +1,6 @@
 """Run the console's application: live pages, and keys that act on the daemon.
 
-Owns: the view on screen, the keys, and the workers that talk to the daemon.
 Invariant: all that is shown comes from one View; what the daemon says never becomes markup.
-Never: computes a reading; panels do, purely.
 """
 
 from __future__ import annotations

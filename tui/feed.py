@@ -1,9 +1,7 @@
 """Connect the console to the daemon: frames in, actions out, reconnects.
 
-Owns: the socket and its timeouts and backoff.
 Invariant: every failure to reach or understand the daemon is a FeedLost with a sentence for the
 operator; `follow` never ends.
-Never: imports Textual, or keeps a frame.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Filter requests by a text such as `user:ana state:queued in>4096 !bench`.
 
 Invariant: a request with an unreported number matches no comparison with it.
-Never: changes a request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Keep figures of earlier frames, for the console's rates and sparklines.
 
 Invariant: every run of samples has one entry for each second, oldest first; None is not reported.
-Never: reads a clock.
 """
 
 from __future__ import annotations

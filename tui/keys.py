@@ -2,7 +2,6 @@
 
 Invariant: help, hints and the list of commands come from one table; nothing is sent without a
 question.
-Never: acts; decides on permissions, for the daemon does.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 A line is a list of runs; a run is text with a tone. Panels are pure functions that return lines, so
 the terminal console, the plain text mode and the tests share them.
-Owns: the tones, the block characters, and the replacement of unprintable text.
 Invariant: `fit` returns exactly the wanted width, printable, and ASCII where wanted.
-Never: knows a colour; the stylesheet gives each tone its look.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Invariant: stages and phases come from the stamps; other values (tokens between the first and the
 last, blocks) are estimates, and `is_estimated` says so.
-Never: reads a clock or a file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Print the console as plain text where there is no screen.
 
 It serves pipes, log files, dumb terminals and screen readers: no escape sequence is written.
-Owns: stdout while it runs.
 Invariant: shows the console's panels, from the same functions.
-Never: imports Textual.
 """
 
 from __future__ import annotations

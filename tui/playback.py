@@ -2,7 +2,6 @@
 
 Invariant: the position is always one of the moments: the newest up to the wanted time, or the
 first. A Playback never changes; every move makes another.
-Never: reads a recording.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Invariant: a frame is shown with the requests and events of its own time; a damaged one is skipped
 and counted, never guessed.
-Never: writes; needs a daemon; imports Textual.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Draw the bar under a replay.
 
 Invariant: position, marks and notes have glyphs and words.
-Never: uses colour as the only sign.
 """
 
 from __future__ import annotations

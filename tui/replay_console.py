@@ -1,7 +1,6 @@
 """Show a recording in the console, with a time bar.
 
 Invariant: the screen shows one frame of the recording, with its own requests and events.
-Never: asks a daemon.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Order the requests that the tables list.
-
-Never: lists a request twice.
-"""
+"""Order the requests that the tables list."""
 
 from __future__ import annotations
 

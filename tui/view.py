@@ -1,8 +1,6 @@
 """Hold what the console shows: a frame, its history, the request order.
 
-Owns: the state of the link, the caller's role, and the operator's display settings.
 Invariant: a view never changes; equal views give equal screens.
-Never: reads a clock or a socket.
 """
 
 from __future__ import annotations

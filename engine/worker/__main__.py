@@ -2,7 +2,6 @@
 
 Started as `python -P -m engine.worker --channel-fd N --cpus 0,1`; the rest comes with Setup.
 Invariant: never outlives the daemon (parent-death signal, and the closed channel).
-Never: chooses its device; a failure to load is reported before it exits.
 """
 
 from __future__ import annotations

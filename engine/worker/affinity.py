@@ -2,7 +2,6 @@
 
 Invariant: one thread for each core; after it returns no thread may run elsewhere.
 Invariant: a refusal of the kernel is reported, and memory stays where it is.
-Never: runs while a step does.
 """
 
 from __future__ import annotations

@@ -8,10 +8,8 @@ release it, which took longer than the copy. Unused blocks have no pages there, 
 takes five times as long as the copy; a thread makes them once the copy is announced, beside the
 step that it waits for.
 
-Owns: the mapping; unfinished copies, and the threads.
 Invariant: a copy's blocks are copied in order, each with all its layers, and reported when they
 have arrived; after the last report of a copy its blocks are not touched.
-Never: chooses a block, signals another worker.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Say why CUDA does not start on this machine, and what would start it.
-
-Never: makes a context.
-"""
+"""Say why CUDA does not start on this machine, and what would start it."""
 
 from __future__ import annotations
 

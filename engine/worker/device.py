@@ -2,10 +2,10 @@
 
 The one door to torch.cuda.
 
-Owns: the CUDA context's settings, the memory of captured graphs.
+The daemon has set CUDA_VISIBLE_DEVICES.
+
 Invariant: only functions that say so wait for the device; allocated memory can be shared with
 another process.
-Never: sets CUDA_VISIBLE_DEVICES, which the daemon has done; chooses a device.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A guessed token costs time, whether it is right or not. The gate compares the to
 expected to yield with the time that such steps have taken on this worker, and takes guesses only
 where they make tokens come sooner.
 
-Owns: how often guesses were right, by the length of the match behind them; the times of the newest
-decode steps by cores, sequences, context and guessed tokens.
 Invariant: a step has at most MAX_ROWS rows with guesses: within these a row's bits do not depend on
 its neighbours on any CPU.
 Never: looks at tokens; its choice changes when tokens come, never which.

@@ -4,10 +4,8 @@ Texts are its own prompt and output, what its request predicts, and the newest t
 owner and cache scope that this worker has run. Each has an index as LZ77 compressors have it: the
 last place of every two tokens, and from each place the one before it. The longest match wins.
 
-Owns: the indices, and the texts kept after their sequences have ended.
 Invariant: a step's share of the work and the memory are bounded; a text is read only for its own
 owner and scope. A guess never changes what is drawn, only how many tokens a step yields.
-Never: decides how much of a guess is computed: engine.worker.draft_gate does.
 """
 
 from __future__ import annotations

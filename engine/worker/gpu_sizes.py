@@ -1,6 +1,5 @@
 """Compute how many KV blocks, and how many tokens in a step, fit on a GPU.
 
-Owns: the memory kept free.
 Invariant: memory that a worker will allocate later is not given to the pool.
 """
 

@@ -3,9 +3,7 @@
 llguidance releases the interpreter while it works, so a mask costs the step nothing as long as the
 forward pass takes longer. Compilation has a thread of its own, so that masks do not wait for it.
 
-Owns: the threads, the model's tokens as grammars see them, and the last grammars compiled.
 Invariant: a matcher is used by one thread at a time: first the compiler's, then the one for masks.
-Never: ends a sequence; an error is handed to the step that needs the mask.
 """
 
 from __future__ import annotations

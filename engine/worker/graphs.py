@@ -10,7 +10,6 @@ Sampling is captured separately: its kind does not depend on the step's width. I
 on the device, where the next step can read them before the host has seen them. Sequences keep their
 rows while others come and go: a newcomer takes a free row, or else the sequence in the last row
 moves there, so that few tables are rewritten.
-Owns: the static buffers, the graphs, and the table of each sequence.
 Invariant: a replay's inputs are written before it, in the device's order; a table is its
 sequence's as far as that goes, and begins with block 0 where it belongs to none.
 Never: allocates after capture; decides which sequences step.

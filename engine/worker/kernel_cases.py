@@ -3,7 +3,6 @@
 Invariant: each call of a case uses another layer's memory, or reads a matrix as large as a layer's,
 so that no cache is measured (except for logits, which have one matrix); no call waits for the
 device, so that all can be captured in a graph.
-Never: times anything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Map a KV pool as one tensor, and make its pages before a step writes them.
 
-Owns: the pool's shape; how far ahead of its use the memory exists.
 Invariant: never grows, never moves; making a page changes no byte.
-Never: chooses a block.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ A small error of a matrix or a key says little about the output, so the output i
 tokens pass through the weights as stored and as served, or over pools of both dtypes, and the
 distributions of the next token are compared, as llama.cpp does for its files.
 Invariant: the serving pool is not touched.
-Never: chooses a form, or refuses to serve because of the result.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ A GPU gets the next step before this one is collected, if only the tokens can di
 waits for the host. A sequence that turns out to have ended is in one step too many. A step with
 guesses waits for the step before it, since a guess continues tokens that the host knows.
 
-Owns: the admitted sequences of this worker.
+A worker does not know its role: a role is what the router admits.
+
 Invariants: one message per step; a sequence's release is reported after the last step that touched
 its blocks; cores change between two steps, and a parked worker computes nothing and waits on its
 channel; nothing here waits for a device's copy.
-Never: chooses a block, knows its role: a role is what the router admits.
 """
 
 from __future__ import annotations

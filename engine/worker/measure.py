@@ -4,7 +4,6 @@ Run as `python -m engine.worker.measure kernels|steps|transports`; prints one JS
 are random, in the shape of Llama 3.1 8B or of a model folder.
 
 Invariant: a share is relative to this device in this run, never to a data sheet.
-Never: serves; reads weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Time steps that no request asked for, in slices that end as soon as a command arrives.
 
-Owns: which part of a long step is computed: enough layers to extrapolate.
 Invariant: only the named blocks are read and written; after a command has arrived at most one half
 of a layer is computed, on a GPU the rest of one step.
-Never: decides what to time.
 """
 
 from __future__ import annotations

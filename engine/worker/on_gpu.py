@@ -5,9 +5,7 @@ workers on a GPU one exports its weights and its pool, the other maps them: a ha
 admit with unchanged block ids, and the weights are read and stored once. With a staging buffer
 instead, each has weights and a pool of its own, and blocks go through the host.
 
-Owns: the order of the start.
 Invariant: the pool is allocated once, separately, after the largest step has been run and measured.
-Never: steps for clients; chooses which worker exports.
 """
 
 from __future__ import annotations

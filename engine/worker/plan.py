@@ -4,7 +4,6 @@ Invariant: every decoding sequence gets its token in every step, and prompts sha
 neither phase can starve the other. A prompt longer than a step goes alone, a chunk at a time. A
 prompt that one step completes waits for one such chunk at most; a long prompt that has waited
 longest gets at least every second step.
-Never: looks at blocks: a running sequence owns the blocks it needs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Run one step: sequences to tensors, through the model, to sampled tokens.
 
-Owns: the model and the pool that it writes.
 Invariant: a sequence is sampled exactly when the step computes its last known token; a draft does
 not change its tokens; when a step is collected the device has finished it, and records count no
 token that was refused.
-Never: ends a sequence, sends a message, reads a role.
 """
 
 from __future__ import annotations

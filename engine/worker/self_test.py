@@ -1,6 +1,5 @@
 """Prove a GPU's kernels before its weights are read, its graphs later, and route around faults.
 
-Owns: which faults end a worker, which make another kernel serve, and what a proof holds for.
 Invariant: what serves was right on every shape, or was so at an earlier start under the same key.
 """
 

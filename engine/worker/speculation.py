@@ -1,6 +1,5 @@
 """Give the sequences of a decode step guesses of their next tokens, and learn from the outcome.
 
-Owns: the guesses of the step under way.
 Invariant: a guess lies within its sequence's blocks and limits, so that checking it writes no block
 but its own, and ends where its sequence's record is kept; only decode steps without prompts have
 guesses.

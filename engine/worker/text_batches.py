@@ -1,6 +1,5 @@
 """Compute batches of whole texts between the steps of sequences.
 
-Owns: the batches that this worker has not answered, in order, and how far the first one is.
 Invariant: each batch is answered once; a text whose result is no number fails alone.
 Never: delays a step by more than a part of a layer.
 """

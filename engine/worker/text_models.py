@@ -1,8 +1,4 @@
-"""Load the models of whole texts that a worker holds beside the served one.
-
-Owns: the form of their weights in memory: as stored, or packed for the kernels.
-Never: reads a tokenizer.
-"""
+"""Load the models of whole texts that a worker holds beside the served one."""
 
 from __future__ import annotations
 

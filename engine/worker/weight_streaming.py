@@ -1,9 +1,7 @@
 """Stream weights from files to a GPU, several reads at a time.
 
-Owns: buffers and threads, while they read.
 Invariant: the files are not mapped; workers with shares read each byte of a file once; besides the
 shared memory the host holds only the buffers.
-Never: chooses the dtype or the layout.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Invariant: num_computed_tokens grows by the tokens that a step scheduled, and only when it is
 collected.
-Never: outlives its admit; a later admit makes a new WorkerRequest.
 """
 
 from __future__ import annotations

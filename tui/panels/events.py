@@ -1,7 +1,6 @@
 """Draw events, and the page of current alerts.
 
 Invariant: the newest event comes first, the worst alert comes first.
-Never: drops an event that the frame has.
 """
 
 from __future__ import annotations

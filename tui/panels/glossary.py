@@ -1,8 +1,6 @@
 """Explain the words on each page.
 
-Owns: every explanation that `e` shows; docs/console.md has the same tables.
 Invariant: every page has entries; each reads on its own.
-Never: repeats a threshold; those are the daemon's.
 """
 
 from __future__ import annotations

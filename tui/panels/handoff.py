@@ -1,7 +1,6 @@
 """Draw the handoff page: how KV moves from prefill to decode, and how fast.
 
 Invariant: a transport is shown with its measurement at start, or as unmeasured.
-Never: infers a rate; all are the daemon's.
 """
 
 from __future__ import annotations

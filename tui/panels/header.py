@@ -1,8 +1,6 @@
 """Draw the header, the alerts and the key bar.
 
-Owns: how severity looks.
 Invariant: the state, the link and the worst alert are shown at every width.
-Never: judges a reading; the thresholds are the daemon's.
 """
 
 from __future__ import annotations

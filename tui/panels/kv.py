@@ -1,7 +1,6 @@
 """Draw the KV page: pools, a block map where blocks are scarce, holders, caches.
 
 Invariant: cells of a map add up to its pool; an owner has the same line in every pool.
-Never: shows a tier or a cache that this appliance does not have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Draw the caches below the pools as lines of the KV page.
 
 Invariant: figures that are 0 are left out, except for stored and loaded blocks.
-Never: shows a cache that the daemon has not reported.
 """
 
 from __future__ import annotations

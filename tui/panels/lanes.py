@@ -3,7 +3,6 @@
 A lane is a phase; several workers of it have a row each. Handoffs have one where they copy KV.
 
 Invariant: the lines come in order of importance, so a lower panel shows the first of them.
-Never: shows a number that the frame does not report.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Draw latencies: quantiles of the last minute, and the share of met targets.
 
 Invariant: every quantile stands under its window; targets and their shares only where one is set.
-Never: computes a quantile; the daemon's are exact.
 """
 
 from __future__ import annotations

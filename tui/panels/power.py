@@ -1,7 +1,8 @@
 """Draw the power page: what each device draws and may draw, and where the joules went.
 
+A MIG slice stands under its GPU, whose power it shares.
+
 Invariant: prefill, decode and the unattributed rest stand together, and add up to the total.
-Never: shows 0 for an unreported value; a MIG slice stands under its GPU, whose power it shares.
 """
 
 from __future__ import annotations

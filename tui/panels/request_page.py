@@ -1,7 +1,6 @@
 """Draw one request in detail: its facts, and where its time went, stage by stage.
 
 Invariant: stages are drawn in the order in which they happen; the rest is printed as unattributed.
-Never: invents a stage that is not reported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Draw the request table.
 
-Owns: which columns a width gets.
 Invariant: a row takes exactly the width asked for.
-Never: shows text of a prompt; frames carry none.
 """
 
 from __future__ import annotations

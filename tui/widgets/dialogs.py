@@ -1,7 +1,6 @@
 """Show dialogs over the pages: text, questions, choices, input.
 
 Invariant: each names the key that leaves it; an answer is a text, None is no answer.
-Never: acts; an answer goes to the app.
 """
 
 from __future__ import annotations

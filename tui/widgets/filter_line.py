@@ -1,7 +1,6 @@
 """Take a filter while it is typed; the request tables follow every letter.
 
 Invariant: an invalid text changes nothing; the line says why.
-Never: filters; the app does.
 """
 
 from __future__ import annotations

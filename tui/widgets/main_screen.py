@@ -1,9 +1,7 @@
 """Show the main screen: header, alerts, one page, keys.
 
-Owns: the page on screen, and the view shown; the names of the themes (console.tcss sets the looks).
 Invariant: header, alerts and keys are visible at every size and over every page; only the page on
 screen is drawn.
-Never: talks to the daemon.
 """
 
 from __future__ import annotations

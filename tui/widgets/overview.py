@@ -1,9 +1,7 @@
 """Lay out the overview page's panels.
 
-Owns: the layout of the first page, with console.tcss; the names of the pages.
 Invariant: `show` draws only changed rows.
 Invariant: a page of lines is a pure function of a view and a size; the other two are widgets.
-Never: talks to the daemon.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 The one place where tones become terminal styles.
 
-Owns: the lines on screen; cursor and scroll position.
 Invariant: only changed rows are drawn again.
-Never: decides what to show; its painter does, from a view and a size.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Compute attention over paged KV with torch, and describe a step to GPU kernels.
 
-Owns: how a step's keys and values reach the pool and how its queries read it back; for GPUs, how
-attention is cut into programs, and block tables and lengths in one copy to the device.
 Invariant: the pool is kv[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim],
 contiguous, or, of int8, kv[num_blocks, num_layers, 2, block_size, bytes], of which planes() knows
 where codes and scales lie; a sequence's query i sees the keys at positions j <= i, in a window
 i - j < window.
-Never: chooses blocks, keeps anything after the step, reads a device value back.
 """
 
 from __future__ import annotations

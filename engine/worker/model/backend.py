@@ -1,8 +1,6 @@
 """Choose compiled kernels or torch for attention and a step's small operations.
 
-Owns: the interface between a step and what computes it, and the choice.
 Invariant: the choice is made once, when the model is built, and its name says why it fell back.
-Never: multiplies by weights' matrices.
 """
 
 from __future__ import annotations

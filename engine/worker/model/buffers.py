@@ -2,7 +2,6 @@
 
 Invariant: a result is read before the next one of its kind is asked for; `generation` grows when
 a buffer moves.
-Never: holds what outlives a step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Run a step's parts on compiled CPU kernels; record decode steps and replay them.
 
-Owns: one buffer for each kind of result; the addresses, strides and sizes that the kernels are
-given; the decode graphs, and the inputs that each of them reads.
 Invariant: every tensor whose address is passed is contiguous in its rows and alive until the call
 returns; results agree with engine.worker.model.layers and attention to rounding; a replayed step is
 the recorded one, bit for bit.
-Never: gathers keys or values, masks by adding, chooses blocks.
 """
 
 from __future__ import annotations

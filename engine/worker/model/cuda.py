@@ -1,10 +1,7 @@
 """Compute attention and a step's small operations on a GPU.
 
-Owns: which kernel or library serves which part of a step, with the order and meaning of its
-arguments; the tensors that a step's layers share.
 Invariant: after plan, nothing is read from the device and no list is looked at, so that a step can
 be captured in a graph.
-Never: chooses blocks, keeps anything after the step.
 """
 
 from __future__ import annotations

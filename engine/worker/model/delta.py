@@ -6,9 +6,9 @@ bits however a sequence is cut into steps. Without it torch computes prompts in 
 where blocks do: going on from a block's end then repeats what computing the whole prompt does. On
 GPUs Triton takes tokens one by one.
 
-Owns: the arithmetic of the layer, float32 whatever the model's dtype.
+The arithmetic is float32 whatever the model's dtype.
+
 Invariant: a sequence's results depend on no other sequence of the step.
-Never: keeps anything after a step; chooses a block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Describe a Gated DeltaNet layer to kernels: its projections, constants, and records.
 
-Owns: nothing; the tensors are their makers'.
 Invariant: distances are in values; value heads that share a key head lie side by side.
-Never: computes a layer's values.
 """
 
 from __future__ import annotations

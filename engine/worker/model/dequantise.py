@@ -2,7 +2,6 @@
 
 Invariant: `dequantised` is the format's value in float32, to the last bit.
 Invariant: the parts' values are the format's in float32: (code - zero) * scale.
-Never: reads a file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Choose the next token of each row of logits as its request asks, by the kernels or by torch.
 
 Invariant: both choose the same tokens.
-Never: changes logits, but for the kernels while they look at a row.
 """
 
 from __future__ import annotations

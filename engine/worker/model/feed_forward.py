@@ -1,8 +1,6 @@
 """Compute a layer's feed-forward block: dense, a mixture of experts, or both.
 
-Owns: the router of a mixture.
 Invariant: a token's result depends on no other token of the step.
-Never: changes the residual stream.
 """
 
 from __future__ import annotations

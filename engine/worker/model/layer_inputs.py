@@ -1,7 +1,6 @@
 """Compute the per-layer embeddings of a step's tokens, and what each layer adds from them.
 
 Invariant: a token's inputs depend on its id and its embedding alone.
-Never: keeps anything after a step.
 """
 
 from __future__ import annotations

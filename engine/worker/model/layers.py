@@ -1,8 +1,8 @@
 """Compute the pieces of a decoder layer as plain functions on tensors.
 
-Owns: the arithmetic of norms, rotary embedding and gates, cast for cast as transformers has it.
+The arithmetic of norms, rotary embedding and gates is transformers', cast for cast.
+
 Invariant: results in float32 agree with transformers to rounding; frequencies to the last bit.
-Never: keeps state between steps.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Invariant: a block is a page, of a multiple of 256 tokens; nothing is copied but queries that a
 library wants copied.
-Never: chooses between them.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 A step of few tokens takes as long as reading the weights. The kernels read them in the dtype of the
 checkpoint and widen each value in a register, which is exact, so that float32 needs no second,
 larger copy; torch multiplies operands of one dtype only.
-Owns: the variant by which a model's matrices are multiplied, and what each prepares once.
 Invariant: sums are float32 or better, whatever the weights and inputs are.
-Never: copies a matrix if the variant can read its dtype.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Change logits as a request says: bias, minimum, grammar, penalties.
 
-Owns: the order and formulas, which are vLLM's; engine/kernels/draws.c has them, too.
+The order and formulas are vLLM's; engine/kernels/draws.c has them, too.
+
 Invariant: a row's result is a function of its own logits, parameters and tokens.
-Never: draws, or changes a row that asks for nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Build a step's block tables and lengths on the GPU for all attention kernels.
-
-Never: reads a value back from the device.
-"""
+"""Build a step's block tables and lengths on the GPU for all attention kernels."""
 
 from __future__ import annotations
 

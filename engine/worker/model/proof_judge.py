@@ -1,7 +1,4 @@
-"""Judge results of a device by float32 on the host, and say how far off is wrong.
-
-Never: computes on a device.
-"""
+"""Judge results of a device by float32 on the host, and say how far off is wrong."""
 
 from __future__ import annotations
 

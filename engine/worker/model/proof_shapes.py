@@ -2,8 +2,6 @@
 
 Branches of our adapters, of our kernels and of libraries' own heuristics count, for a model's heads
 and a card's processors.
-
-Never: imports torch.
 """
 
 from __future__ import annotations

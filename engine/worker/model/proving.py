@@ -1,7 +1,6 @@
 """Compare what a backend computes on its device with float32 on the host, operation by operation.
 
 Invariant: each operation meets fresh inputs, and memory in which nothing right lies.
-Never: chooses a backend.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Heads and mixtures are the model's own layers over random weights, with few heads and few experts;
 products have the first rows of the model's own matrices.
-Never: chooses a backend.
 """
 
 from __future__ import annotations

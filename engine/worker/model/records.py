@@ -4,9 +4,7 @@ A record has, for each recurrent layer in order, the tail of its convolution and
 float32; its bytes go over into the next of its blocks wherever one is full. A step reads one record
 of a sequence and writes another, so that a worker's death within a step loses nothing.
 
-Owns: where a layer's part of a record lies.
 Invariant: what a step reads it does not write.
-Never: chooses a block.
 """
 
 from __future__ import annotations

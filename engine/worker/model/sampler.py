@@ -13,9 +13,9 @@ row whose token has no finite logit yields NO_TOKEN.
 Every operation here is rounded as IEEE 754 says, none is fused with another, and what is summed are
 whole numbers: engine/kernels/draws.c, which takes no sort and fewer passes, draws the same tokens.
 
-Owns: the noise of a draw, which Triton computes, too.
+Triton computes the noise of a draw, too.
+
 Invariant: log-probabilities are of the raw logits, before adjustments, temperature and filters.
-Never: keeps random state, ends a sequence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Read or quantise rows of a stored tensor in the model's order, whatever the file's layout.
 
-Owns: how each block format and each way of storing lays out codes and scales; the order of rows.
 Invariant: rows() gives the same values however it is cut.
-Never: maps a file.
 """
 
 from __future__ import annotations

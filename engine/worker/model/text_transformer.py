@@ -1,8 +1,6 @@
 """Compute vectors or scores of whole texts, a part of a layer at a time.
 
-Owns: the mathematics of TextModelConfig's families, in plain torch but for the products.
 Invariant: between two parts nothing is half done, and keys and values live for one layer.
-Never: knows requests; keeps anything of a text.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ Every layer is two blocks, attention and feed-forward, and each adds to the stre
 makes of it: x += scale * norm(block(norm(x))), with those norms that the family has. What else the
 families differ in is read from ModelConfig when a layer is built; a step only finds it done.
 
-Owns: the order of layers; the weights in the shape that a step wants them.
 Invariant: one forward is one step of any mix of prefill and decode; no state outlives it but the
 pool's, and tables of cosines that only grow.
-Never: samples, allocates blocks, trains.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ Where few programs would read many keys, those are cut among several, whose part
 joins: of single queries, and of a short chunk after a long prompt.
 Invariant: what is launched depends on shapes and the step's host numbers alone, never on a device
 value, so that a launch can be captured; offsets into the pool are 64 bits wide.
-Never: tunes itself while it serves, keeps anything after the launch.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ Three kernels: one convolves, and norms queries and keys. One runs each sequence
 the states, one by one. One norms and gates the results. A state is cut by columns, which do not
 depend on each other, so that few sequences use many processors. The inputs of a small step are
 kept: the same kernels write its records again from them, without the guesses that were refused.
-Owns: the kernels and their launches; what they compute is engine.worker.model.delta's, in float32.
 Invariant: a launch depends on shapes alone, never on a device value, so that it can be captured; a
 step reads one record of a sequence and writes another, and no program reads what another writes.
-Never: multiplies by weights' matrices, chooses a block.
+
+What the kernels compute is engine.worker.model.delta's, in float32.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ holds exactly, multiplies them by the tokens' values, and scales the sums, in fl
 never rounded to the serving dtype. Where a form's inputs are integers of one byte (int8_row),
 products and sums are integers, up to one scale for each row and token at the end.
 Invariant: nothing depends on a device value, so that a step can be captured in a graph.
-Never: packs; chooses forms (engine.checkpoint.quantisation does).
 """
 
 from __future__ import annotations

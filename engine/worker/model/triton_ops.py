@@ -1,10 +1,9 @@
 """Compute norms, gates and KV writes on a GPU with Triton.
 
-Owns: the kernels and their launches; what they compute is engine.worker.model.layers',
-cast for cast.
+What the kernels compute is engine.worker.model.layers', cast for cast.
+
 Invariant: each element is read before it is written by the same thread, so that all but `gated` may
 work in place; nothing depends on a device value.
-Never: multiplies by weights' matrices, allocates more than its result.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ which the tokens have the wanted number, or the wanted weight. A greedy row take
 logits, a draw without filters two, a filter some tens.
 
 Invariant: a row's token depends on its own logits and parameters alone; no value is read back.
-Never: looks at grammars, penalties or log-probabilities, keeps random state.
 """
 
 from __future__ import annotations

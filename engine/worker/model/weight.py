@@ -4,7 +4,6 @@ Invariant: a Weight's scheme is one of SCHEMES, and its data are of the dtype th
 has.
 Invariant: a packed matrix is the stored one rounded to bfloat16, and nothing else.
 Invariant: a packed matrix has the values of its blocks, to the last bit.
-Never: reads a file.
 """
 
 from __future__ import annotations

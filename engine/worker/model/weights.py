@@ -1,10 +1,7 @@
 """Hold the weights in memory that all workers share: mapped, converted, or packed in panels.
 
-Owns: filling the memory that all workers read, a share by each of them.
 Invariant: file pages are mapped privately, so that a stray write cannot reach the checkpoint; a
 packed matrix has the values of the stored one, rounded to bfloat16 where that is its form.
-Never: decides the dtype or the layout (engine.checkpoint.checkpoint does), makes that memory (the
-daemon does).
 """
 
 from __future__ import annotations
