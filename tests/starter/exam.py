@@ -1,6 +1,5 @@
 """The starter model's exam, through a real server: `python -m tests.starter.exam`.
 
-Owns: what is asked, and how answers are marked.
 Invariant: documents, names and values are of the split that training never saw; an answer is right
 if it is so to the last character.
 Never: looks at the model; everything goes over the socket, as any client's requests do.

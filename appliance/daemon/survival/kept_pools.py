@@ -1,10 +1,10 @@
 """Keep the KV pools in host memory for the next daemon, and adopt a dead daemon's pools.
 
 The keeper holds two memfds for each pool: its memory, and the record of its published blocks.
+Pools on GPUs and pools with window blocks are not kept.
+
 Invariant: memory is adopted only when no worker has it mapped any more. A block is found again only
 if its entry counts, and model, dtype, kernels, block size and pool are unchanged.
-
-Pools on GPUs and pools with window blocks are not kept.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Format figures for the CLI and the console: numbers and units.
 
-Invariant: none (not reported) is `-`, never 0.
+Invariant: None (not reported) is `-`, never 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Describe one request: its facts, and where its time went, stage by stage.
 
 A request is a RequestFrame's fields by name, as JSON has them.
-Invariant: none (not reported) is `-`, never 0.
+Invariant: None (not reported) is `-`, never 0.
 """
 
 from __future__ import annotations
