@@ -1,15 +1,14 @@
-"""Admit, hand off and recover sequences: events in, commands out.
+"""Take in what clients, workers and operators do to sequences: events in, commands out.
 
-Invariants: in scan order no sequence that holds blocks waits behind one that holds none, and none
-of an owner's passes one of its own that was preempted; what admission takes is taken in all pools
-of a sequence's stages together, or in none; each sequence ends once.
+Invariant: each sequence ends once.
+Never: waits, reads a clock (now_ns is given), knows text, HTTP or SQL.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain, count
 from typing import NamedTuple
 
@@ -18,26 +17,25 @@ from engine.scheduler import recovery
 from engine.scheduler.block_allocator import BlockAllocator
 from engine.scheduler.cache.ledger import Ledger
 from engine.scheduler.cache.prefix_misses import PrefixMisses
-from engine.scheduler.cache.topology import DECODE, Topology
+from engine.scheduler.cache.topology import Topology
+from engine.scheduler.dispatcher import Dispatcher
 from engine.scheduler.offload.tier import Tier
 from engine.scheduler.prefixes.cache_contents import CacheContents
 from engine.scheduler.prefixes.prefix_cache import PrefixCache
 from engine.scheduler.prefixes.prefix_copies import PrefixCopies
 from engine.scheduler.prompt_waits import PromptWaits
-from engine.scheduler.queue.queue import FairQueue, PromptsAhead
+from engine.scheduler.queue.queue import FairQueue
 from engine.scheduler.recovery import Recovery
 from engine.scheduler.routing.copies import Copies, TierCopies
 from engine.scheduler.routing.elastic import Slo
 from engine.scheduler.routing.roles_in_force import Roles
 from engine.scheduler.routing.step_times import StepLoad
-from engine.scheduler.routing.worker_routes import Pair, Routes, admit, route_stages
+from engine.scheduler.routing.worker_routes import Routes
 from engine.scheduler.sequences.sequence import (
     Counters,
     Ended,
-    Moving,
     On,
     Paused,
-    RouteStage,
     Sequence,
     Waiting,
 )
@@ -54,10 +52,6 @@ from engine.scheduler.snapshot import (
 from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Begun, Command, Copied, CoresUsed, Release, SequenceStep, Stepped
 from engine.wire.sampling import TokenLogprob
-
-MAX_RUNNING_SEQUENCES = 256  # for each worker that decodes
-STARVATION_NS = 10_000_000_000
-"""Maximum time for which later sequences may pass a waiting one."""
 
 Send = Callable[[str, Command], None]
 Emit = Callable[[Sequence, list[int], list[TokenLogprob], bool], None]
@@ -128,9 +122,29 @@ class Router:
             self.prefix_copies,
             max_num_batched_tokens,
         )
+        self._dispatcher = Dispatcher(
+            topology,
+            ledger,
+            self.routes,
+            self.copies,
+            self.roles,
+            self.prefix_copies,
+            self.prefixes,
+            self.recovery,
+            queue,
+            self.at,
+            self.allocator,
+            self.counters,
+            send,
+            max_num_batched_tokens,
+        )
         self._send = send
         self._emit = emit
         self.max_num_batched_tokens = max_num_batched_tokens
+
+    def dispatch(self, now_ns: int) -> None:
+        """Place all that can be placed."""
+        self._dispatcher.dispatch(now_ns)
 
     # What clients cause
 
@@ -288,7 +302,7 @@ class Router:
         if needs_dispatch:
             self.dispatch(now_ns)
         else:
-            self._grow(now_ns)
+            self._dispatcher.grow(now_ns)
 
     def copied(self, worker: str, report: Copied, now_ns: int) -> None:
         arrival = self.copies.copied(worker, report)
@@ -299,181 +313,7 @@ class Router:
             self.counters.handoff_bytes += arrival[1]
         self.dispatch(now_ns)
 
-    # Placement
-
-    def dispatch(self, now_ns: int) -> None:
-        """Place all that can be placed: sequences with blocks, then the others by owners' turns."""
-        self.prefix_copies.settle(self.roles.open_workers)
-        for sequence in list(self.at.moving.values()):
-            self._arrive(sequence, now_ns)
-        for sequence in list(self.at.resuming.values()):
-            self._resume(sequence, now_ns)
-        self._grow(now_ns)
-        self.queue.served(bool(self.roles.ready_workers), now_ns)
-        most = MAX_RUNNING_SEQUENCES * len(self.topology.playing(DECODE))
-        over = self.allocator.begin_turns(most)
-        if (self.at.paused or self.queue) and self.roles.ready_workers:
-            self._dispatch_queue(over, most, now_ns)
-        self._grow(now_ns)
-        self.copies.pump(self.roles.ready_workers, self._send)
-        self.roles.settle(self.at.held())
-
-    def _grow(self, now_ns: int) -> None:
-        """Give short sequences blocks; preempt others if too few are free."""
-        while victims := self.allocator.grow():
-            for sequence in victims:
-                self._pause(sequence, now_ns)
-
-    def _dispatch_queue(self, over: Collection[str], most: int, now_ns: int) -> None:
-        """Place what holds no blocks, by owners' turns.
-
-        Args:
-            over: owners that hold more than their shares, and come last.
-            most: sequences at workers.
-            now_ns: CLOCK_MONOTONIC.
-        """
-        ahead = PromptsAhead(self.at.running.values(), self.max_num_batched_tokens, now_ns)
-        num_free, there = self.allocator.num_free(), self.roles.open_workers
-        held_up: set[str] = set()
-        waits_within = False
-        for sequence in self.queue.in_order(now_ns, over):
-            if len(self.at.running) + len(self.at.moving) >= most:
-                self.allocator.make_place(sequence, most)
-                break
-            if sequence.owner in over and waits_within:
-                break
-            is_paused = isinstance(sequence.where, Paused)
-            if sequence.owner in held_up:
-                continue
-            is_coming = not is_paused and self.prefixes.is_coming(sequence, ahead, there)
-            if not is_coming and self._place(sequence, ahead, num_free, now_ns):
-                ahead.add(sequence)
-                num_free = self.allocator.num_free()
-                continue
-            waits_within |= sequence.owner not in over
-            if is_coming:
-                continue
-            is_full = not any(num_free[worker.pool] > 0 for worker in self.topology.workers)
-            if is_paused or is_full:
-                held_up.add(sequence.owner)
-            if now_ns - sequence.waits_since_ns > STARVATION_NS:
-                break
-
-    def _place(
-        self, sequence: Sequence, ahead: PromptsAhead, num_free: Mapping[str, int], now_ns: int
-    ) -> bool:
-        """Route a sequence, reserve what it needs and admit it, if all of that can be now.
-
-        A worker sees two steps' worth of prompts; the rest waits in the queue, where it can be
-        overtaken by a shorter one and cancelled without a message.
-        """
-        held, there = self.at.held(), self.roles.open_workers
-        open_workers = ahead.with_fewer_than(2 * self.max_num_batched_tokens, sequence, there)
-        prefixes, hits = self.prefixes, self.prefixes.hits(sequence)
-        num_available = prefixes.num_available(sequence, hits, num_free)
-        if not open_workers:
-            return False
-        if not self.routes.fits(sequence, num_available):
-            usual = self.routes.usual_needs(sequence)
-            self.allocator.make_room(sequence, usual, num_available)
-            return False
-        if self.prefix_copies.is_awaited(sequence) or prefixes.waits_for_restore(sequence, there):
-            return False
-        until = prefixes.tokens_until(sequence, hits, ahead)
-        ready = self.roles.ready_workers
-        candidates = self.routes.candidates(
-            sequence, there, ready, held, until, hits, num_available
-        )
-        choice = self.roles.route(sequence, candidates, held, now_ns, hits)
-        stages = route_stages(sequence, choice.pair)
-        if not self.routes.has_capacity(sequence, stages):  # with its output it is too long to move
-            stages = route_stages(sequence, Pair(choice.pair.decode, choice.pair.decode))
-        needed = self.routes.needs(sequence, stages)
-        if stages[0].worker not in open_workers:
-            return False
-        if not self.routes.fits_in(needed, num_available):
-            self.allocator.make_room(sequence, needed, num_available)
-            return False
-        if prefixes.fetch(sequence, stages[0].worker, hits, there):
-            return False
-        if not prefixes.reserve(sequence, stages, needed):
-            return False
-        self.roles.placed(sequence, choice, now_ns)
-        sequence.stages = stages
-        sequence.route_reason = choice.words + self.copies.links.named(stages)
-        sequence.max_chunk_tokens = choice.max_chunk_tokens
-        sequence.spares_streams_at = choice.pair.prefill if choice.spares_streams else None
-        if len(stages) > 1:
-            self.copies.begin(
-                sequence, self.copies.links.between(stages[0].worker, stages[1].worker)
-            )
-        if isinstance(sequence.where, Waiting):
-            self.queue.take(sequence, now_ns)
-        else:
-            self.queue.take_again(sequence)
-            sequence.come_back()
-        self._admit(sequence, stages[0], now_ns)
-        return True
-
-    def _resume(self, sequence: Sequence, now_ns: int) -> None:
-        """Place a sequence that has lost its worker: there if it is back, else where it can."""
-        assert isinstance(sequence.where, Waiting)
-        assert sequence.where.stage is not None
-        stage = self._fallback(sequence, sequence.where.stage)
-        sequence.where = Waiting(stage)
-        if self._may_run(sequence, stage.worker):
-            self._admit(sequence, stage, now_ns)
-
-    def _fallback(self, sequence: Sequence, stage: RouteStage) -> RouteStage:
-        return stage if stage.worker in self.roles.ready_workers else self._other(sequence) or stage
-
-    def _other(self, sequence: Sequence) -> RouteStage | None:
-        """Give a sequence another route, and return its first stage; None: no route is free."""
-        there, ready = self.roles.open_workers, self.roles.ready_workers
-        return self.recovery.fallback(sequence, there, ready, self.at.held())
-
-    def _may_run(self, sequence: Sequence, worker: str) -> bool:
-        """Say whether the worker is ready, and runs no second suspect."""
-        at_worker = [s for s in self.at.running.values() if s.worker == worker]
-        return worker in self.roles.ready_workers and not recovery.must_wait(sequence, at_worker)
-
-    def _arrive(self, sequence: Sequence, now_ns: int) -> None:
-        """Go on with a sequence between two workers, as far as its blocks have come."""
-        assert isinstance(sequence.where, Moving)
-        target, ready = sequence.where.target, self.roles.ready_workers
-        stage = self._fallback(sequence, target)
-        if stage is not target:
-            self.at.put(sequence, Waiting(stage))
-            return
-        if not self.recovery.has_come(sequence, ready):
-            return
-        if self.recovery.lacks_blocks(sequence):
-            if (other := self._other(sequence)) is not None:
-                self.at.put(sequence, Waiting(other))
-            else:  # the workers of prompts are full: it waits for its owner's turn
-                self._pause(sequence, now_ns)
-        elif self._may_run(sequence, target.worker):
-            self.recovery.arrive(sequence)
-            self._admit(sequence, target, now_ns)
-
-    def _admit(self, sequence: Sequence, stage: RouteStage, now_ns: int) -> None:
-        worker, pool = stage.worker, self.topology.pool_of(stage.worker)
-        if not self.prefixes.settle(sequence, pool):  # it waits for blocks as others do
-            self._pause(sequence, now_ns)
-            return
-        sequence.generation += 1
-        sequence.has_begun = False
-        self.at.put(sequence, On(stage))
-        table = list(self.ledger.table(sequence.seq_id, pool))
-        records = self.prefixes.records.of(sequence, pool)
-        named = chain(table, *(() if records is None else records.blocks))
-        key = ("admit", sequence.seq_id, sequence.generation)
-        self.ledger.open_command(key, worker, {pool: list(named)})
-        windows = self.ledger.window_tables(sequence.seq_id, pool)
-        beside = self.roles.chunk_beside(sequence, worker, self.at.held)
-        self._send(worker, admit(sequence, stage, table, records, windows, beside))
-        self.prefixes.publish(sequence)
-        self.allocator.note(sequence)
+    # What becomes of a sequence
 
     def _advance(self, sequence: Sequence, step: Stepped, entry: SequenceStep, now_ns: int) -> None:
         stamps = sequence.stamps
@@ -509,7 +349,7 @@ class Router:
             return
         self.allocator.forget(sequence)
         if entry.released == "preempted":
-            self._pause(sequence, now_ns)
+            self._dispatcher.pause(sequence, now_ns)
         elif entry.released == "moved":
             self.at.put(sequence, self.recovery.hand_over(sequence))
         else:
@@ -524,16 +364,6 @@ class Router:
             stage, sequence.stages = stages[0], stages
         sequence.max_chunk_tokens = sequence.spares_streams_at = None
         self.at.put(sequence, Waiting(stage))
-
-    def _pause(self, sequence: Sequence, now_ns: int) -> None:
-        """Others need its blocks; what it has computed is computed again when it is admitted."""
-        self.roles.outcomes.forget(sequence.seq_id)
-        self.copies.forget(sequence.seq_id)
-        self.prefixes.release_preempted(sequence)
-        sequence.lose_blocks(now_ns)
-        self.counters.preemptions += 1
-        self.queue.wait_again(sequence)
-        self.at.put(sequence, Paused())
 
     # What operators, settings and deadlines change
 

@@ -159,7 +159,7 @@ def test_what_has_lost_its_blocks_passes_no_other_owner_below_its_share():
 
 @pytest.mark.parametrize("arm", ["colocated", "alias"])
 def test_an_owner_that_has_nothing_gets_a_place_where_workers_take_no_more(arm, monkeypatch):
-    monkeypatch.setattr("engine.scheduler.router.MAX_RUNNING_SEQUENCES", 4)
+    monkeypatch.setattr("engine.scheduler.dispatcher.MAX_RUNNING_SEQUENCES", 4)
     world = Watched(arm, num_blocks=400)
     flood = [world.sequence(4, 90, owner="flood") for _ in range(8)]
     world.submit(*flood)
