@@ -315,7 +315,7 @@ class _Daemon:
         pools = self._kept_pools if has_keeper() else None
         read_plan = partial(make_plan, self._config, self._placed, served.caches.memory, pools)
         plan = await read_in_thread(disk, read_plan, log.warning, BootPlan.close)
-        self._kept_pools.keep()
+        self._kept_pools.give_to_keeper()
         start_run = partial(
             self._request_log.start_run,
             version=version("penstock"),
@@ -328,7 +328,7 @@ class _Daemon:
         await self._patiently(start_run)
         served.start(plan)  # they import torch meanwhile
         on_cpu = [worker for worker in plan.placement.workers if worker.gpu is None]
-        for about in self._core_note.take({cpu for worker in on_cpu for cpu in worker.cpus}):
+        for about in self._core_note.claim({cpu for worker in on_cpu for cpu in worker.cpus}):
             log.warning("%s", about)
         read = partial(read_tokenizer, plan.checkpoint.folder)
         tokenizer = await read_in_thread(disk, read, log.warning)
@@ -461,7 +461,7 @@ class _Daemon:
             log.info(
                 "Continuing %s of the previous daemon", things(len(self._left.replies), "request")
             )
-        for left in self._left.take():
+        for left in self._left.hand_over():
             self._server.take_up(left)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -559,7 +559,7 @@ class _Daemon:
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
             try:
-                self._service.deadlines.keep()
+                self._service.deadlines.enforce()
             except Exception:
                 log.exception("deadlines are not kept")
             else:

@@ -39,7 +39,7 @@ class CoreNote:
         self._environ = environ
         self._file: IO[bytes] | None = None
 
-    def take(self, cpus: Collection[int]) -> Iterator[str]:
+    def claim(self, cpus: Collection[int]) -> Iterator[str]:
         """Note the cores as used; yield a sentence on each daemon that uses some of them too."""
         yield from map(sharing_text, shared_cores(cpus, self._socket, self._environ))
         folder = paths.private_dir(self._environ) / FOLDER

@@ -50,7 +50,7 @@ class ResidentModels(Protocol):
     def frames(self) -> list[ResidentFrame]:
         """List them."""
 
-    def keep(self, name: str, keep_s: float) -> None:
+    def keep_loaded(self, name: str, keep_s: float) -> None:
         """Let a model stay for so long after its last use."""
 
     def served_expires_at(self, name: str) -> str | None:
@@ -269,10 +269,10 @@ class Swaps(AbstractContextManager[None]):
     def _resident(self) -> list[ResidentFrame]:
         return [] if self._residents is None else self._residents.frames()
 
-    def keep(self, keep_s: float) -> None:
+    def keep_loaded(self, keep_s: float) -> None:
         """Let the served model stay loaded for so long after its last request."""
         if self._residents is not None:
-            self._residents.keep(self.current, keep_s)
+            self._residents.keep_loaded(self.current, keep_s)
 
     def stays(self, name: str) -> bool:
         """Say whether a model stays loaded whatever a request asks: the first, while served."""

@@ -137,7 +137,7 @@ class Gate:
         try:
             await self._app(scope, body.receive, send)
         finally:
-            body.settle()
+            body.stop_counting()
 
     def _peer(self, scope: Scope, line: ClientLine) -> Peer:
         if line.credentials is not None:
@@ -242,11 +242,11 @@ class _Body:
             if message.get("more_body", False):
                 self._count(max(self._num_bytes - UNCOUNTED_BYTES, 0))
             else:
-                self.settle()
+                self.stop_counting()
                 await self._gate.bursts.begin(self._owner)
         return message
 
-    def settle(self) -> None:
+    def stop_counting(self) -> None:
         """Stop counting the body: it is complete or dropped."""
         self._is_complete = True
         self._count(0)

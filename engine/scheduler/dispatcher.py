@@ -60,7 +60,7 @@ class Dispatcher:
 
     def dispatch(self, now_ns: int) -> None:
         """Place all that can be placed: sequences with blocks, then the others by owners' turns."""
-        self._prefix_copies.settle(self._roles.open_workers)
+        self._prefix_copies.end_arrived(self._roles.open_workers)
         for sequence in list(self._sequences.moving.values()):
             self._arrive(sequence, now_ns)
         for sequence in list(self._sequences.resuming.values()):
@@ -73,7 +73,7 @@ class Dispatcher:
             self._dispatch_queue(over, most, now_ns)
         self.grow(now_ns)  # those placed just now, and from blocks that are promised no more
         self._copies.pump(self._roles.ready_workers, self._send)
-        self._roles.settle(self._sequences.held())
+        self._roles.move_cores(self._sequences.held())
 
     def grow(self, now_ns: int) -> None:
         """Give short sequences blocks; preempt others if too few are free."""
@@ -165,7 +165,7 @@ class Dispatcher:
                 sequence, self._copies.links.between(stages[0].worker, stages[1].worker)
             )
         if isinstance(sequence.where, Waiting):
-            self._queue.take(sequence, now_ns)
+            self._queue.remove_placed(sequence, now_ns)
         else:
             self._queue.take_again(sequence)
             sequence.come_back()
@@ -215,7 +215,7 @@ class Dispatcher:
 
     def _admit(self, sequence: Sequence, stage: RouteStage, now_ns: int) -> None:
         worker, pool = stage.worker, self._topology.pool_of(stage.worker)
-        if not self._prefixes.settle(sequence, pool):  # it waits for blocks as others do
+        if not self._prefixes.begin_at(sequence, pool):  # it waits for blocks as others do
             self.pause(sequence, now_ns)
             return
         sequence.generation += 1
@@ -234,8 +234,8 @@ class Dispatcher:
 
     def pause(self, sequence: Sequence, now_ns: int) -> None:
         """Others need its blocks; what it has computed is computed again when it is admitted."""
-        self._roles.outcomes.forget(sequence.seq_id)
-        self._copies.forget(sequence.seq_id)
+        self._roles.outcomes.stop_judging(sequence.seq_id)
+        self._copies.drop(sequence.seq_id)
         self._prefixes.release_preempted(sequence)
         sequence.lose_blocks(now_ns)
         self._counters.preemptions += 1

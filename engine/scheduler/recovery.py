@@ -159,7 +159,7 @@ class Recovery:
         from_pool, to_pool = (self._topology.pool_of(stage.worker) for stage in sequence.where)
         if from_pool != to_pool and self._copies.num_arrived(sequence, to_pool):
             sequence.moved_to((to_pool, self._ledger.pools[to_pool].life))
-        self._copies.forget(sequence.seq_id)
+        self._copies.drop(sequence.seq_id)
 
     def _keep(
         self, sequence: Sequence, pools: Collection[str], here: str, num_computed: int
@@ -168,7 +168,7 @@ class Recovery:
         if num_computed < sequence.num_computed_tokens:
             sequence.forget_computed(num_computed)
         sequence.moved_to((here, self._ledger.pools[here].life))
-        self._copies.forget(sequence.seq_id)
+        self._copies.drop(sequence.seq_id)
         for name in self._ledger.pools:
             if name not in pools:
                 self._ledger.release(sequence.seq_id, name)

@@ -185,14 +185,14 @@ class Router:
         self.at.put(sequence, Ended(sequence.worker))
         sequence.finish_reason = reason
         sequence.stamps.finish(now_ns)
-        self.queue.forget(sequence)
+        self.queue.remove(sequence)
         self.allocator.forget(sequence)
         self.prefixes.forget(sequence)
-        self.roles.outcomes.forget(sequence.seq_id)
+        self.roles.outcomes.stop_judging(sequence.seq_id)
         key = ("admit", sequence.seq_id, sequence.generation)
         if isinstance(was, On) and self.ledger.is_open(key):
             self._send(was.stage.worker, Release(*key[1:]))
-        self.copies.forget(sequence.seq_id)
+        self.copies.drop(sequence.seq_id)
         self.ledger.release_all(sequence.seq_id)
 
     def stop(self, sequence: Sequence, num_kept_tokens: int, now_ns: int) -> None:
@@ -259,7 +259,7 @@ class Router:
             recovery.blame(victims)
         for sequence in victims:
             self.allocator.forget(sequence)
-            self.roles.outcomes.forget(sequence.seq_id)
+            self.roles.outcomes.stop_judging(sequence.seq_id)
             assert isinstance(sequence.where, On)
             self.at.put(sequence, Waiting(sequence.where.stage))
         for sequence in victims:
@@ -375,7 +375,7 @@ class Router:
     def set_text_workers(self, workers: frozenset[str]) -> None:
         """Leave their cores to workers that compute whole texts."""
         self.roles.text_workers = workers
-        self.roles.settle(self.at.held())
+        self.roles.move_cores(self.at.held())
 
     def text_limits(self) -> tuple[Mapping[str, float], int]:
         """Return owners' weights, and the tokens of texts that may wait."""

@@ -180,7 +180,7 @@ class TierHarness(Rig):
             self.memory[table[place]] = chain.hashes[place]
         for block_id, block_hash in zip(table, chain.hashes, strict=True):
             assert self.memory[block_id] == block_hash, "a wrong block was served"
-        self.ssd.forget(self.last_seq_id)
+        self.ssd.end_wait(self.last_seq_id)
         self.ssd.placed(chain.hashes[: len(there)], chain.hashes[len(there) :])
         self.ledger.publish(self.last_seq_id, "kv", chain, range(len(chain)), "ana")
         self.ssd.computed(chain.hashes[len(there) :])

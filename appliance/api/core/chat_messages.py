@@ -138,7 +138,7 @@ class Conversation:
             self._add(role, texts, place, fields)
         return self.messages[-1]
 
-    def keep(self, value: Any, where: str) -> None:
+    def keep_readable(self, value: Any, where: str) -> None:
         """Keep what can be read of a value that is no message; the rest is named."""
         part = part_of(value)
         match part:
@@ -331,7 +331,7 @@ def read_message(
     """
     role = speaker(value)
     if role is None:
-        conversation.keep(value, where)
+        conversation.keep_readable(value, where)
         return
     is_answer = role == "assistant"
     content, place = value.get("content"), f"{where}.content"

@@ -59,7 +59,7 @@ class Entry:
     def keep_loaded(self, keep_alive_s: float | None) -> None:
         """Let the model stay loaded for as long as the request asks, where there are several."""
         if self.appliance.swaps is not None and keep_alive_s is not None:
-            self.appliance.swaps.keep(keep_alive_s)
+            self.appliance.swaps.keep_loaded(keep_alive_s)
 
 
 @asynccontextmanager

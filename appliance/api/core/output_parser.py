@@ -133,9 +133,9 @@ class OutputParser:
 
     def _turn(self, size: int, *, is_reasoning: bool) -> Step[None]:
         """Skip a mark that begins or ends reasoning, with the space around it."""
-        self._reading.take(size)
+        self._reading.consume(size)
         self._reading.is_reasoning = is_reasoning
-        self._reading.take((yield from self._reading.skip_space(0)))
+        self._reading.consume((yield from self._reading.skip_space(0)))
 
     def _marks(self) -> tuple[str, ...]:
         """List what would begin a call, or end the reasoning, here."""
@@ -150,19 +150,19 @@ class OutputParser:
             text = reading.text
             hits = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
             if hits:
-                reading.say(reading.take(len(text[: min(hits)[0]].rstrip())))
+                reading.say(reading.consume(len(text[: min(hits)[0]].rstrip())))
                 return min(hits)[1]
             held = max((partial_match_chars(text, mark) for mark in marks), default=0)
             # Without marks nothing can come before which space would be none.
             safe = text[: len(text) - held]
-            reading.say(reading.take(len(safe.rstrip()) if marks else len(safe)))
+            reading.say(reading.consume(len(safe.rstrip()) if marks else len(safe)))
             if not (yield from reading.more()):
                 self._say_rest()
                 return None
 
     def _say_rest(self) -> None:
         reading = self._reading
-        rest = reading.take(len(reading.text))
+        rest = reading.consume(len(reading.text))
         closers = self._format.closers if self._format else ()
         is_closer = any(one.startswith(rest.strip()) for one in closers)
         if not (reading.is_after_call and is_closer):
@@ -174,9 +174,9 @@ class OutputParser:
         at = yield from reading.skip_space(0)
         found = yield from reading.starts(at, *closers)
         if found is not None:
-            reading.take(at + len(found))
+            reading.consume(at + len(found))
         elif reading.is_ended and any(one.startswith(reading.text[at:]) for one in closers):
-            reading.take(len(reading.text))  # the beginning of one, cut off
+            reading.consume(len(reading.text))  # the beginning of one, cut off
         return found is not None
 
     def _loose_call(self) -> Step[int | None]:
@@ -201,7 +201,7 @@ class OutputParser:
             reading.is_after_call = True
             self.is_done = not self._is_parallel
         else:
-            reading.say(reading.take(size))
+            reading.say(reading.consume(size))
 
     def _harmony(self) -> Step[None]:
         """Read gpt-oss's messages in channels, each with a head that tells its kind."""
@@ -213,10 +213,10 @@ class OutputParser:
                 head: list[str] = []
                 if (yield from reading.pass_until(("<|message|>",), head.append)) is None:
                     return  # cut off in a head, which is no text
-                reading.take(len("<|message|>"))
+                reading.consume(len("<|message|>"))
                 yield from self._message("".join(head))
             elif found is not None:
-                reading.take(at + len(found))
+                reading.consume(at + len(found))
             elif (yield from reading.pass_until(_HARMONY_ENDS, reading.say)) is None:
                 return
 
@@ -233,7 +233,7 @@ class OutputParser:
         reading.begin_call(name, 0)
         at = yield from reading.skip_space(0)
         if reading.text[at : at + 1] == "{":
-            reading.take(at)
+            reading.consume(at)
             yield from reading.pass_object(reading.argue)
         elif reading.text:
             reading.argue("{}")

@@ -189,7 +189,7 @@ class OpenReply:
             if voice.is_closed:
                 continue
             delta = deltas.setdefault(emitted.sequence.seq_id, Delta(emitted.sequence))
-            voice.take(emitted, delta)
+            voice.add(emitted, delta)
             self._num_open -= voice.is_closed
         return list(deltas.values())
 
@@ -245,7 +245,7 @@ class _SequenceText:
         self.is_closed = False
         self._go_on_with(earlier_ids[num_said:], num_said)
 
-    def take(self, emitted: TokensEmitted, delta: Delta) -> None:
+    def add(self, emitted: TokensEmitted, delta: Delta) -> None:
         """Add emitted tokens to a delta, up to a stop string."""
         if self._echo and self._has_prompt_logprobs():
             delta.text, delta.echo, self._echo = self._echo.text, self._echo, None

@@ -146,7 +146,7 @@ def _element_arguments(reading: TextReading, name: str, syntax: ElementSyntax) -
     separator = "{"
     while (yield from reading.pass_until((syntax.key_begin, syntax.end), drop)) is not None:
         is_key = reading.text.startswith(syntax.key_begin)
-        reading.take(len(syntax.key_begin if is_key else syntax.end))
+        reading.consume(len(syntax.key_begin if is_key else syntax.end))
         if not is_key:
             break
         key: list[str] = []
@@ -154,7 +154,7 @@ def _element_arguments(reading: TextReading, name: str, syntax: ElementSyntax) -
             return
         if (yield from reading.pass_until((syntax.value_begin,), drop)) is None:
             return
-        reading.take(len(syntax.value_begin))
+        reading.consume(len(syntax.value_begin))
         text = "".join(key).strip()
         reading.argue(f"{separator}{quoted(text)}: ")
         separator = ", "
@@ -169,7 +169,7 @@ def _element_value(reading: TextReading, syntax: ElementSyntax, types: set[str])
     ends = syntax.value_ends
     if syntax.is_on_lines:
         if (yield from reading.starts(0, "\n")):
-            reading.take(1)
+            reading.consume(1)
         ends = (*ends, *(f"\n{one}" for one in ends))
     if types == {"string"}:
         reading.argue('"')
@@ -185,7 +185,7 @@ def _element_value(reading: TextReading, syntax: ElementSyntax, types: set[str])
         reading.argue(as_json("".join(pieces), types))
     own = syntax.value_ends[0]
     if mark in (own, f"\n{own}"):
-        reading.take(len(mark))
+        reading.consume(len(mark))
     return True
 
 
@@ -304,13 +304,13 @@ def read_pythonic(reading: TextReading, at: int) -> Step[int | None]:
             return None if reading.num_calls > num_before else max(end, begin + 1)
         reading.begin_call(name, end + 1)
         if not (yield from _python_arguments(reading)):
-            reading.take(len(reading.text))
+            reading.consume(len(reading.text))
             return None
         at = yield from reading.skip_space(0)
         if reading.text[at : at + 1] != ",":
-            reading.take(at + (reading.text[at : at + 1] == "]"))
+            reading.consume(at + (reading.text[at : at + 1] == "]"))
             return None
-        reading.take(at + 1)
+        reading.consume(at + 1)
         at = 0
 
 
@@ -350,7 +350,7 @@ def _python_piece(reading: TextReading) -> Step[str | None]:
             elif character in ")]}" and depth:
                 depth -= 1
             elif character in ",)" and not depth:
-                return reading.take(at)
+                return reading.consume(at)
         if not (yield from reading.more()):
             return None
 
@@ -375,9 +375,9 @@ def read_gemma(reading: TextReading, at: int, *, quote: str) -> Step[int | None]
 
 def _gemma_value(reading: TextReading, quote: str) -> Step[bool]:
     """Read one value; false if the text ends in it."""
-    reading.take((yield from reading.skip_space(0)))
+    reading.consume((yield from reading.skip_space(0)))
     if (yield from reading.starts(0, quote)):
-        reading.take(len(quote))
+        reading.consume(len(quote))
         return (yield from _gemma_text(reading, quote))
     first = reading.text[:1]
     if first in ("{", "["):
@@ -394,21 +394,21 @@ def _gemma_text(reading: TextReading, quote: str) -> Step[bool]:
     mark = yield from reading.pass_until((quote,), lambda text: reading.argue(inner(text)))
     if mark is None:
         return False
-    reading.take(len(quote))
+    reading.consume(len(quote))
     reading.argue('"')
     return True
 
 
 def _gemma_members(reading: TextReading, quote: str, closer: str) -> Step[bool]:
     """Read the entries of an object or a list, up to its end."""
-    reading.argue(reading.take(1))
+    reading.argue(reading.consume(1))
     separator = ""
     while True:
-        reading.take((yield from reading.skip_space(0, also=",")))
+        reading.consume((yield from reading.skip_space(0, also=",")))
         if not reading.text:
             return False
         if reading.text[0] in "}]":
-            reading.take(1)
+            reading.consume(1)
             reading.argue(closer)
             return True
         reading.argue(separator)
@@ -417,7 +417,7 @@ def _gemma_members(reading: TextReading, quote: str, closer: str) -> Step[bool]:
             key: list[str] = []
             if (yield from reading.pass_until((":",), key.append)) is None:
                 return False
-            reading.take(1)
+            reading.consume(1)
             reading.argue(f"{quoted(''.join(key).replace(quote, '').strip())}: ")
         if not (yield from _gemma_value(reading, quote)):
             return False

@@ -90,7 +90,7 @@ class TextReading:
         yield
         return True
 
-    def take(self, size: int) -> str:
+    def consume(self, size: int) -> str:
         """Consume `size` characters of the text."""
         piece, self.text = self.text[:size], self.text[size:]
         return piece
@@ -109,7 +109,7 @@ class TextReading:
         self.parts.append(CallDelta(self.num_calls, "", self._new_call_id(), name))
         self.num_calls += 1
         self._arguments = []
-        self.take(size)
+        self.consume(size)
 
     def argue(self, text: str) -> None:
         """Report a piece of the arguments of the call under way."""
@@ -148,12 +148,12 @@ class TextReading:
             hits = [(at, mark) for mark in marks if (at := self.text.find(mark)) >= 0]
             if hits:
                 at, mark = min(hits)
-                emit(self.take(at))
+                emit(self.consume(at))
                 return mark
             held = max(partial_match_chars(self.text, mark) for mark in marks)
-            emit(self.take(len(self.text) - held))
+            emit(self.consume(len(self.text) - held))
             if not (yield from self.more()):
-                emit(self.take(len(self.text)))
+                emit(self.consume(len(self.text)))
                 return None
 
     def pass_object(self, emit: Emit, depth: int = 0) -> Step[bool]:
@@ -165,7 +165,7 @@ class TextReading:
         scanner = ObjectScanner(depth)
         while True:
             is_complete = scanner.feed(self.text)
-            emit(self.take(scanner.num_new))
+            emit(self.consume(scanner.num_new))
             if is_complete or not (yield from self.more()):
                 return is_complete
 

@@ -126,4 +126,4 @@ class ItemReader:
             raise invalid_value(f"{where}.id", what)
         if is_newest and not kind.endswith(("_call", "_request", "_response", "_list_tools")):
             raise unsupported(f"{where}.type", "is not supported; messages and function calls are")
-        self.conversation.keep(value, where)
+        self.conversation.keep_readable(value, where)

@@ -70,7 +70,7 @@ class ResponseStore:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def keep(self, owner: str, response: Json, items: list[Json]) -> None:
+    def add(self, owner: str, response: Json, items: list[Json]) -> None:
         """Remember one, unless its conversation is too long, and forget the oldest ones."""
         kept = _StoredResponse(
             owner,
@@ -115,7 +115,7 @@ class ResponseStore:
         kept = self._of(response_id, owner)
         return kept.items[: len(kept.items) - kept.num_output]
 
-    def forget(self, response_id: str, owner: str) -> None:
+    def delete(self, response_id: str, owner: str) -> None:
         """Delete a stored response.
 
         Raises:
@@ -200,7 +200,7 @@ async def cancel(http: HttpRequest) -> Response:
 async def forget(http: HttpRequest) -> Response:
     """Delete a stored response."""
     response_id = http.path_params["id"]
-    _store(http).forget(response_id, require(http, Role.USER).name)
+    _store(http).delete(response_id, require(http, Role.USER).name)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -257,7 +257,7 @@ def keep_for(
     items = [*previous_items(values, http, replayed), *asked]
 
     def keep(response: Json) -> None:
-        store.keep(owner, response, [*items, *response["output"]])
+        store.add(owner, response, [*items, *response["output"]])
 
     return keep
 

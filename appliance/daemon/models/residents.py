@@ -142,7 +142,7 @@ class Residents:
         self._asked_s: dict[str, float] = {}
         """How long requests asked models to stay."""
 
-    def keep(self, name: str, keep_s: float) -> None:
+    def keep_loaded(self, name: str, keep_s: float) -> None:
         """Let a model stay for so long after its last use, as a request asked."""
         self._asked_s[name] = keep_s
 
@@ -163,7 +163,7 @@ class Residents:
         model.used_s = self.served_used_s
         self.parked[model.plan.model_id] = model
 
-    def take(self, name: str) -> LoadedModel | None:
+    def give_away(self, name: str) -> LoadedModel | None:
         """Give a parked model away to be served; None: it is not parked."""
         return self.parked.pop(name, None)
 

@@ -186,7 +186,7 @@ class Swapping:
         else:
             await self._served.make_way()
         self._residents.served_used_s = time.monotonic()
-        if (resident := self._residents.take(name)) is not None:
+        if (resident := self._residents.give_away(name)) is not None:
             self._served.resume(resident)
         else:
             await self._start_again(name, tokenizer)

@@ -66,7 +66,7 @@ class KeptPools:
         self._unkept[name] = memory_fd, record_fd
         return memory_fd
 
-    def keep(self) -> None:
+    def give_to_keeper(self) -> None:
         """Give new pools to the keeper, and have it drop the ones that were not adopted."""
         for name, (memory_fd, _) in self._left.items():
             os.close(memory_fd)

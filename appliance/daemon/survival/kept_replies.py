@@ -148,7 +148,7 @@ class LeftReplies:
                 if not left.is_answered and left.silent_s >= PING_S:
                     left.ping()
 
-    def take(self) -> list[LeftReply]:
+    def hand_over(self) -> list[LeftReply]:
         """Hand the replies over to the caller."""
         taken, self.replies = self.replies, []
         for left in taken:
@@ -157,7 +157,7 @@ class LeftReplies:
 
     def end(self) -> None:
         """End what has not been taken: this daemon stops."""
-        for left in self.take():
+        for left in self.hand_over():
             left.end()
 
 

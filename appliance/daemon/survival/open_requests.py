@@ -72,7 +72,7 @@ class OpenRequests:
             if not (is_due and self._rewrite()):
                 self._write(line)
 
-    def settle(self, rids: Iterable[str]) -> None:
+    def drop_recorded(self, rids: Iterable[str]) -> None:
         """Forget requests that have their rows; write the lines that the disk had refused."""
         with self._lock:
             had_some = bool(self._lines)

@@ -407,7 +407,7 @@ class RequestLog:
             lost = (self._rows_lost, self._frames_lost)
             _LOG.warning("%s: writing again; lost so far: %d rows, %d frames", self.path, *lost)
         self._is_failing = False
-        self._open.settle(row.rid for row in batch.rows if not isinstance(row, RefusalRow))
+        self._open.drop_recorded(row.rid for row in batch.rows if not isinstance(row, RefusalRow))
         with self._wake:
             self._rows_lost += num_refused
             self._num_settled += len(batch)

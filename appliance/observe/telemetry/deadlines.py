@@ -98,7 +98,7 @@ class Deadlines:
         self._router.set_queue(max_queued, max_queued_tokens)
         self.max_queue_wait_s = max_wait_s
 
-    def keep(self) -> None:
+    def enforce(self) -> None:
         """End workers and requests without progress."""
         self._router.refuse_late(1e3 * self.max_queue_wait_s)
         now_ns = time.monotonic_ns()

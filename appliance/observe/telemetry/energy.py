@@ -136,7 +136,7 @@ class Energy:
         else:
             self._forget(request)
 
-    def settle(self, devices: list[DeviceFrame], read_ns: int) -> None:
+    def divide(self, devices: list[DeviceFrame], read_ns: int) -> None:
         """Divide the energy used until `read_ns`; called once for each reading."""
         if read_ns <= self._sums.read_ns:
             return

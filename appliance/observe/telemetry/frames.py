@@ -133,7 +133,7 @@ class Frames:
         self._starvation.look(workers, host, now_ns / 1e9)
         offload = self._offload.look(states, workers, elapsed_s)
         devices = self._devices.read(now_ns)
-        self.energy.settle(devices, self._devices.read_ns)
+        self.energy.divide(devices, self._devices.read_ns)
         frame = Frame(
             version=FRAME_VERSION,
             seq=1 if self._frame is None else self._frame.seq + 1,

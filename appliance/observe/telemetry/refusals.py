@@ -46,9 +46,9 @@ class _Kind:
             self.seconds[-1] = (second, self.seconds[-1][1] + 1)
         else:
             self.seconds.append((second, 1))
-            self.forget(now_s)
+            self.drop_old(now_s)
 
-    def forget(self, now_s: float) -> None:
+    def drop_old(self, now_s: float) -> None:
         while self.seconds and self.seconds[0][0] <= now_s - MINUTE_S:
             self.seconds.popleft()
 
@@ -114,7 +114,7 @@ class Refusals:
             now_s: by any clock that does not jump, as in count().
         """
         for kind in self._kinds.values():
-            kind.forget(now_s)
+            kind.drop_old(now_s)
         kinds = sorted(
             self._kinds.values(),
             key=lambda kind: (kind.since(now_s - MINUTE_S), kind.last_s),

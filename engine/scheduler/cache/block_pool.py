@@ -139,7 +139,7 @@ class BlockPool:
         elif after is BlockState.FREE:
             self.free_block_ids.appendleft(block_id)  # its memory exists already
 
-    def take(self, count: int, span: Span = WHOLE, first: int = 0) -> list[int]:
+    def allocate(self, count: int, span: Span = WHOLE, first: int = 0) -> list[int]:
         """Allocate blocks: free ones, else spare window blocks, else cached ones.
 
         Args:
@@ -160,7 +160,7 @@ class BlockPool:
                 self.drop_windows(next(iter(self.windows.spare)))
             else:
                 self.index.num_evicted += 1
-                self.forget(self.index.choose())
+                self.remove_hash(self.index.choose())
         # in order, so that blocks that lie side by side are copied in one call
         return sorted(self.free_block_ids.popleft() for _ in range(count))
 
@@ -222,7 +222,7 @@ class BlockPool:
         if known not in (None, block_id) and block_id not in self.index:
             assert known is not None
             if self.windows.are_missing(known) and not self.windows.are_missing(block_id):
-                self.forget(known)
+                self.remove_hash(known)
         return self.index.publish(block_id, block_hash, parent, user)
 
     def shared_places(self, table: list[int], first: int) -> list[int]:
@@ -242,9 +242,9 @@ class BlockPool:
         self.life += 1
         for block_id in range(1, self.num_blocks):
             if block_id in self.index:
-                self.forget(block_id)
+                self.remove_hash(block_id)
 
-    def forget(self, block_id: int) -> None:
+    def remove_hash(self, block_id: int) -> None:
         """Remove a block's hash; with a part of a snapshot, the hashes of the other parts."""
         border = self.index.border_of(block_id)
         for each in [block_id] if border is None else list(self.index.snapshots[border]):
@@ -254,7 +254,7 @@ class BlockPool:
         before = self.state(block_id)
         if before is BlockState.CACHED:
             self._move(block_id, before, BlockState.FREE)
-        self.on_forget(self.index.forget(block_id))
+        self.on_forget(self.index.remove(block_id))
 
     def publish_snapshot(self, record: list[int], border: Hash, user: str) -> bool:
         """Let others find a record in use, unless snapshots have their share of the pool.
@@ -265,7 +265,7 @@ class BlockPool:
         while (len(index.snapshots) + 1) * len(record) > most:
             if not (dropped := index.cheapest_snapshot()):
                 return False
-            self.forget(dropped[0])
+            self.remove_hash(dropped[0])
         return index.publish_snapshot(record, border, user)
 
     def adopt(self, published: PublishedBlocks) -> int:

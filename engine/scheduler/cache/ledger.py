@@ -128,9 +128,9 @@ class Ledger:
             self.refer(owner, name, there)
             first = places[name] + len(there)
             num_new = max(count - len(there), 0)
-            self.refer(owner, name, kv_pool.take(num_new, self.span(owner, name), first))
+            self.refer(owner, name, kv_pool.allocate(num_new, self.span(owner, name), first))
             for _ in range(records.get(name, 0)):
-                self._add_record(owner, name, kv_pool.take(kv_pool.record_blocks))
+                self._add_record(owner, name, kv_pool.allocate(kv_pool.record_blocks))
         return True
 
     def _add_record(self, owner: Owner, pool: str, block_ids: list[int]) -> None:
@@ -255,7 +255,7 @@ class Ledger:
             kv_pool.need_windows(block_id, 1)
             if kv_pool.windows.are_missing(block_id):
                 kv_pool.give_windows(block_id)
-        self.refer(owner, pool, kv_pool.take(count, span, length))
+        self.refer(owner, pool, kv_pool.allocate(count, span, length))
         return True
 
     def renew(self, owner: Owner, pool: str, first: int, span: Span | None = None) -> bool:
@@ -281,7 +281,7 @@ class Ledger:
         left = [table[i] for i in shared]
         if kv_pool.num_free < len(shared):
             return False
-        for i, block_id in zip(shared, kv_pool.take(len(shared)), strict=True):
+        for i, block_id in zip(shared, kv_pool.allocate(len(shared)), strict=True):
             table[i] = block_id
             kv_pool.count(block_id, references=1)
         for block_id in reversed(left):
@@ -307,7 +307,7 @@ class Ledger:
         for i in kept:  # what is needed again is not to be taken for what is missing
             kv_pool.need_windows(table[i], span.has(i) - before.has(i))
         for i in sorted(shared):
-            left, (table[i],) = table[i], kv_pool.take(1, span, i)
+            left, (table[i],) = table[i], kv_pool.allocate(1, span, i)
             kv_pool.count(table[i], references=1)
             kv_pool.need_windows(table[i], int(span.has(i)))
             kv_pool.count(left, references=-1)

@@ -184,7 +184,7 @@ class PrefixIndex:
             self.published.add(block_id, block_hash, parent, user)
         return True
 
-    def forget(self, block_id: int) -> Hash:
+    def remove(self, block_id: int) -> Hash:
         """Remove the hash of a block in use or evicted."""
         if self.published is not None:
             self.published.remove(block_id)
@@ -192,7 +192,7 @@ class PrefixIndex:
         del self._blocks[hashed.hash]
         if hashed.border is not None and hashed.border in self.snapshots:
             del self.snapshots[hashed.border]
-            self.worths.forget(hashed.border)
+            self.worths.remove(hashed.border)
         self._num_next[hashed.parent] -= 1
         if not self._num_next[hashed.parent]:
             del self._num_next[hashed.parent]

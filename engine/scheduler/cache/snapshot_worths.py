@@ -68,7 +68,7 @@ class SnapshotWorths:
             self._last_dropped = max(self._last_dropped, self._rank(chosen))
         return chosen
 
-    def forget(self, border: Hash) -> None:
+    def remove(self, border: Hash) -> None:
         """Remove a snapshot; what it saved is now saved by the next ones on its chain."""
         gone = self._saved.pop(border)
         del self._used[border]

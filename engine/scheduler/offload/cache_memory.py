@@ -84,7 +84,7 @@ class CacheMemory:
             now_s: the Unix time.
         """
         if (before := self._tenants.get(self._served)) is not None:
-            before.index.settle(now_s)
+            before.index.keep_finished(now_s)
         # its block 0 is written at each start of a worker
         for segment in [s for s in self._owners if self._start(s) < block_bytes]:
             self._take(segment)

@@ -163,7 +163,7 @@ class SlabIndex:
         times = (e.stored_at_s for e in self._entries.values() if e.place.slab == slab)
         return max(times, default=0)
 
-    def settle(self, now_s: int) -> None:
+    def keep_finished(self, now_s: int) -> None:
         """Keep only finished records: all readers and writers have ended, or never will.
 
         Used records count as stored now, so that ages of several models can be compared.
@@ -264,7 +264,7 @@ class SlabIndex:
             self._snapshots[border].remove(block_hash)
             if not self._snapshots[border]:
                 del self._snapshots[border]
-                self.worths.forget(border)
+                self.worths.remove(border)
         entry.is_dropped = True
         if entry.place not in self._busy:
             self._release(entry)

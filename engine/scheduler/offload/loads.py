@@ -264,7 +264,7 @@ class Loads:
         for copy_id in copy_ids:  # before any block is taken: what is here must not be
             ledger.open_command(("load", copy_id, 0), who, {pool: here})
         for copy_id, part in zip(copy_ids, parts, strict=True):
-            block_ids = ledger.pools[pool].take(len(part))
+            block_ids = ledger.pools[pool].allocate(len(part))
             ledger.extend_command(("load", copy_id, 0), {pool: block_ids})
             found = [context.index.begin_load(block.block_hash) for block in part]
             entries = [entry for entry in found if entry is not None]
@@ -314,7 +314,7 @@ class Loads:
         elif num_done == len(targets):
             kv_pool.publish_snapshot(block_ids, border, targets[0].user)
 
-    def forget(self, seq_id: int) -> Restored | None:
+    def end_wait(self, seq_id: int) -> Restored | None:
         """End the wait of an admitted or ended sequence; return its outcome."""
         load = self._loads.pop(seq_id, None)
         if load is not None:

@@ -41,11 +41,11 @@ class OffloadTiers:
                 if tier.is_loading(wanted.seq_id):
                     return
 
-    def forget(self, seq_id: int) -> Restored | None:
+    def end_wait(self, seq_id: int) -> Restored | None:
         """End the waits of an admitted or ended sequence; return the outcome."""
         found: Restored | None = None
         for tier in self.each:
-            found = joined(found, tier.forget(seq_id))
+            found = joined(found, tier.end_wait(seq_id))
         return found
 
     def placed(self, found: list[Hash], missing: list[Hash]) -> None:

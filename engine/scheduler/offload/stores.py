@@ -281,7 +281,7 @@ class Stores:
         self._warm.clear()
         self.pump()
 
-    def forget(self) -> None:
+    def drop_waiting(self) -> None:
         """Drop all waiting stores."""
         self._wanted.clear()
         self._warm.clear()

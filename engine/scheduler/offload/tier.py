@@ -116,11 +116,11 @@ class Tier:
         """Say whether a sequence waits for its blocks."""
         return seq_id in self._loads
 
-    def forget(self, seq_id: int) -> Restored | None:
+    def end_wait(self, seq_id: int) -> Restored | None:
         """End the wait of an admitted or ended sequence; return its outcome."""
         self._decisions.pop(seq_id, None)
         self._undecided.discard(seq_id)
-        return self._loads.forget(seq_id)
+        return self._loads.end_wait(seq_id)
 
     def placed(self, found: list[Hash], missing: list[Hash]) -> None:
         """Count the use of a prompt's blocks before its first computation.
@@ -193,13 +193,13 @@ class Tier:
     def clear(self) -> int:
         """Erase the whole cache; return the number of blocks."""
         count = len(self.index)
-        self._stores.forget()
+        self._stores.drop_waiting()
         self._context.store.begin(SweepJob(places=self.index.clear()))
         return count
 
     def drop_waiting(self) -> None:
         """Store nothing more than what is under way."""
-        self._stores.forget()
+        self._stores.drop_waiting()
 
     def flush(self) -> None:
         """Store recently used blocks: the pools above end soon."""

@@ -253,7 +253,7 @@ class PrefixCache:
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that ended or was placed, so waits for nothing."""
         self._fetches.forget(sequence)
-        if (restored := self.tiers.forget(sequence.seq_id)) is None:
+        if (restored := self.tiers.end_wait(sequence.seq_id)) is None:
             return
         sequence.restore_reason = restored.words
         if restored.elapsed_ns:
@@ -386,7 +386,7 @@ class PrefixCache:
 
     # While it runs
 
-    def settle(self, sequence: Sequence, pool: str) -> bool:
+    def begin_at(self, sequence: Sequence, pool: str) -> bool:
         """Find where it continues in a pool, and make the blocks that it writes its own.
 
         Leading blocks with a hash are computed. Later blocks that it computed before, and computes
@@ -403,7 +403,7 @@ class PrefixCache:
         sequence.num_published_blocks = 0
         there = self._ledger.num_hashed(sequence.seq_id, pool, self._most(sequence, size))
         if kv_pool.record_blocks:
-            self.records.settle(sequence, kv_pool, there)
+            self.records.begin_at(sequence, kv_pool, there)
         else:
             sequence.num_computed_tokens = max(sequence.num_computed_tokens, there * size)
         num_computed = sequence.num_computed_tokens
@@ -430,7 +430,7 @@ class PrefixCache:
             self._misses.stored(block_hash)
         self.contents.stored(sequence, range(first, num_full))
         sequence.num_published_blocks = num_full
-        snapshot = self.records.keep(sequence, self._ledger.pools[pool])
+        snapshot = self.records.publish_border(sequence, self._ledger.pools[pool])
         if self.tiers and not chain.scope.is_secret:
             self.tiers.computed(chain.hashes[first:num_full] + snapshot)
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns

@@ -155,7 +155,7 @@ class PrefixCopies:
             compute_ms = self.predict_ms(lookup.worker, (end - middle) * size, middle * size)
         return None if copy_ms is None or compute_ms is None else OVERHEAD_MS + copy_ms + compute_ms
 
-    def settle(self, open_workers: Collection[str]) -> None:
+    def end_arrived(self, open_workers: Collection[str]) -> None:
         """Publish what has come; end what is complete, or will not be."""
         for owner, fetch in list(self._fetches.items()):
             link, pools = fetch.link, self._ledger.pools
@@ -168,7 +168,7 @@ class PrefixCopies:
             makers = {hop.worker for hop in link.hops}
             if not (is_there and has_more and makers <= set(open_workers)):
                 del self._fetches[owner]
-                self._copies.forget(owner)
+                self._copies.drop(owner)
                 self._ledger.release_all(owner)
 
     def _publish(self, owner: Owner, fetch: _Fetch, num_there: int) -> None:

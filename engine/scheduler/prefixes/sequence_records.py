@@ -132,7 +132,7 @@ class SequenceRecords:
 
     # While it runs
 
-    def settle(self, sequence: Sequence, kv_pool: BlockPool, num_hashed: int) -> None:
+    def begin_at(self, sequence: Sequence, kv_pool: BlockPool, num_hashed: int) -> None:
         """Go on from what is computed, else from the last of its records that is a snapshot.
 
         Args:
@@ -191,7 +191,7 @@ class SequenceRecords:
             self._ledger.drop_record(sequence.seq_id, pool, place, key)
             sequence.frozen_records.remove(place)
 
-    def keep(self, sequence: Sequence, kv_pool: BlockPool) -> list[Hash]:
+    def publish_border(self, sequence: Sequence, kv_pool: BlockPool) -> list[Hash]:
         """Let others find the record that it has just left at a border, if it is to.
 
         Returns:

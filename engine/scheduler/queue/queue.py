@@ -225,7 +225,7 @@ class FairQueue:
         self._advance(now_ns)
         self._is_served = is_served
 
-    def take(self, sequence: Sequence, now_ns: int) -> None:
+    def remove_placed(self, sequence: Sequence, now_ns: int) -> None:
         """Take out a sequence that is being placed; charge its owner for the prompt."""
         self._advance(now_ns)
         if now_ns > self._pushed_ns:  # what goes in the instant of its arrival did not wait
@@ -259,7 +259,7 @@ class FairQueue:
             for pace in self._tokens.first_tokens:
                 pace.count(num_tokens)
 
-    def forget(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended, and refund its owner's unused tokens."""
         self._pending.pop(sequence.seq_id, None)
         if sequence.seq_id in self._waiting.get(sequence.owner, ()):

@@ -188,7 +188,7 @@ class Copies:
             if self._passing_pools or self._ledger.pools[transfer.link.to_pool].windows.num_each
         )
 
-    def forget(self, owner: Owner) -> None:
+    def drop(self, owner: Owner) -> None:
         """Drop a transfer that ended, arrived or was given up; the ledger drains its blocks."""
         transfer = self._transfers.pop(owner, None)
         if transfer is not None:

@@ -113,7 +113,7 @@ class Outcomes:
         """
         self._open[seq_id] = _OpenPrompt(forecast, num_tokens, at_ns, waited_ms)
 
-    def forget(self, seq_id: int) -> None:
+    def stop_judging(self, seq_id: int) -> None:
         """Stop judging a prompt that ended, or whose worker died."""
         self._open.pop(seq_id, None)
 
@@ -156,9 +156,9 @@ class Outcomes:
         yields = not kind.pair.moves and exceeds and not is_done
         if not (is_done or yields):
             if entry.finish_reason is not None or entry.released is not None:
-                self.forget(seq_id)
+                self.stop_judging(seq_id)
             return None
-        self.forget(seq_id)
+        self.stop_judging(seq_id)
         took_ms = prompt.waited_ms + (step.ended_ns - prompt.placed_ns) / 1e6
         itl = f" and ITL {max_itl_ms:.1f} ms" if prompt.itls_ms else ""
         is_miss = self._judge(prompt, yields)

@@ -316,7 +316,7 @@ class Roles:
         tokens = min(tokens, most_tokens)
         return self.slowest_ms(worker, StepLoad(tokens, tokens * longest, batch, context))
 
-    def settle(self, running: Iterable[Sequence]) -> None:
+    def move_cores(self, running: Iterable[Sequence]) -> None:
         """Bring the cores to where the work is."""
         cores = self.cores
         if not cores.can_lend:
@@ -345,7 +345,7 @@ class Roles:
         """Give cores to workers that are timed, while nothing runs; None: as roles want them."""
         self._held = held
         if held is not None:
-            self.settle(())
+            self.move_cores(())
 
     def _loads(self, running: Iterable[Sequence]) -> dict[str, WorkerLoad]:
         """Compute each worker's load; a moving sequence counts at its decode worker."""

@@ -19,7 +19,7 @@ import sys, time
 from pathlib import Path
 from appliance.fleet.core_claims import CoreNote
 note = CoreNote(Path(sys.argv[1]))
-print(list(note.take({0, 1})), flush=True)
+print(list(note.claim({0, 1})), flush=True)
 time.sleep(600)
 """
 
@@ -36,7 +36,7 @@ def note(tmp_path, environ):
 
     def note(name, cpus):
         made.append(one := CoreNote(tmp_path / name, environ))
-        return list(one.take(cpus)), one
+        return list(one.claim(cpus)), one
 
     yield note
     for one in made:
@@ -77,5 +77,5 @@ def test_foreign_files_and_a_folder_that_cannot_be_made_stop_no_start(tmp_path, 
     os.mkfifo(folder / "pipe")
     assert len(note("second", {0})[0]) == 1
     (tmp_path / "file").touch()
-    (said,) = CoreNote(tmp_path / "s", {"XDG_RUNTIME_DIR": str(tmp_path / "file")}).take({0})
+    (said,) = CoreNote(tmp_path / "s", {"XDG_RUNTIME_DIR": str(tmp_path / "file")}).claim({0})
     assert "Not a directory" in said

@@ -450,7 +450,7 @@ async def test_the_first_model_comes_back_once_the_served_one_has_had_its_time()
     house, end = House(), asyncio.Event()
     house.swaps.go_home()
     assert await house.request("b") == "b"
-    house.swaps.keep(0.0)
+    house.swaps.keep_loaded(0.0)
     assert (house.kept, house.swaps.stays("b")) == (("b", 0.0), False)
     running = asyncio.create_task(house.request("b", end))
     await until(lambda: house.num_live == 1)

@@ -174,7 +174,7 @@ def test_a_request_ends_the_slice_and_what_was_timed_by_then_counts():
 
 def test_a_request_before_cores_have_changed_hands_ends_it_at_once():
     machine = Machine()
-    machine.roles.settle(())
+    machine.roles.move_cores(())
     machine.deliver()
     machine.measurer.begin(0)
     machine.measurer.stop(1)

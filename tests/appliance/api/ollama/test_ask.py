@@ -221,7 +221,7 @@ class Turns(AbstractContextManager):
     def __exit__(self, *_):
         pass
 
-    def keep(self, keep_s):
+    def keep_loaded(self, keep_s):
         self.kept = keep_s
 
     def stays(self, name):

@@ -52,7 +52,7 @@ def store(appliance, pool, tokens, salt: str = "") -> list[int]:
         Stamps(0),
         prefix=chain,
     )
-    blocks = pool.take(len(chain))
+    blocks = pool.allocate(len(chain))
     for place, block_id in enumerate(blocks):
         pool.index.publish(block_id, chain.hashes[place], chain.parent(place), "")
     appliance.cache_contents.stored(sequence, range(len(chain)))

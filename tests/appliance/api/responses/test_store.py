@@ -178,7 +178,7 @@ async def test_reasoning_is_an_item_of_its_own(served, appliance):
 
 
 def kept(store, number, text="x", owner="ann"):
-    store.keep(owner, {"id": f"resp_{number}"}, [{"text": text}])
+    store.add(owner, {"id": f"resp_{number}"}, [{"text": text}])
 
 
 def test_the_oldest_go_beyond_the_bounds():
@@ -213,7 +213,7 @@ def test_what_is_forgotten_makes_room():
     store = ResponseStore(max_bytes=100)
     for number in range(50):
         kept(store, number)
-        store.forget(f"resp_{number}", "ann")
+        store.delete(f"resp_{number}", "ann")
     kept(store, 99)
     assert store.response("resp_99", "ann")
 
@@ -265,13 +265,13 @@ async def test_an_item_is_found_by_its_id(served, appliance):
 def test_items_are_forgotten_with_the_last_response_that_holds_them():
     store = ResponseStore(max_responses=2)
     for name in ("a", "b", "c"):
-        store.keep("ann", {"id": name, "output": []}, [{"id": "shared"}, {"id": f"item {name}"}])
+        store.add("ann", {"id": name, "output": []}, [{"id": "shared"}, {"id": f"item {name}"}])
     assert store.item("item a", "ann") is None
     assert store.item("item b", "ann") == {"id": "item b"}
     assert store.item("shared", "ann") == {"id": "shared"}
     assert store.item("shared", "bob") is None
     for name in ("b", "c"):
-        store.forget(name, "ann")
+        store.delete(name, "ann")
     assert store.item("shared", "ann") is None
     assert store._num_bytes == 0
 
@@ -279,9 +279,9 @@ def test_items_are_forgotten_with_the_last_response_that_holds_them():
 def test_a_response_that_is_kept_again_takes_its_own_place():
     store = ResponseStore()
     for text in ("long" * 100, "short"):
-        store.keep("ann", {"id": "a", "output": [], "text": text}, [])
+        store.add("ann", {"id": "a", "output": [], "text": text}, [])
     once = ResponseStore()
-    once.keep("ann", {"id": "a", "output": [], "text": "short"}, [])
+    once.add("ann", {"id": "a", "output": [], "text": "short"}, [])
     assert store._num_bytes == once._num_bytes
 
 

@@ -94,7 +94,7 @@ async def test_a_model_too_large_for_the_machine_is_refused_and_nothing_is_unloa
 async def test_all_but_the_first_go_when_their_time_is_over(machine):
     for name in ("first", "b", "c"):
         machine.residents.park(machine.model(name, 1))
-    machine.residents.keep("c", math.inf)
+    machine.residents.keep_loaded("c", math.inf)
     for model in machine.residents.parked.values():
         model.used_s = time.monotonic() - 299
     expiries = {frame.model: frame.expires_at for frame in machine.residents.frames()}
@@ -106,7 +106,7 @@ async def test_all_but_the_first_go_when_their_time_is_over(machine):
         model.used_s -= 10
     await machine.residents.expire()
     assert machine.ended == ["b"]
-    machine.residents.keep("first", 0.0)
+    machine.residents.keep_loaded("first", 0.0)
     machine.residents.parked["c"].fault = "its worker died"
     await machine.residents.expire()
     assert machine.ended == ["b", "c", "first"]
@@ -117,7 +117,7 @@ async def test_the_served_model_goes_only_if_a_request_limited_its_time(machine)
     residents = machine.residents
     residents.served_used_s = time.monotonic() - 1000
     assert (residents.has_expired("b"), residents.served_expires_at("b")) == (False, None)
-    residents.keep("b", 60)
+    residents.keep_loaded("b", 60)
     assert residents.has_expired("b")
     assert residents.served_expires_at("b") is not None
     residents.served_used_s = time.monotonic()

@@ -28,14 +28,14 @@ class Life:
         self.kept, self.events = kept, []
         self.free_bytes = kept.free_bytes
         self.fd = kept.memory_of("kv", shape)
-        kept.keep()
+        kept.give_to_keeper()
         self.pool = BlockPool("kv", shape.num_blocks, 4)
         kept.adopt({"kv": self.pool}, fingerprint, lambda *event: self.events.append(event))
         self.pool.check_invariants()
 
     def compute(self, num_blocks=3):
         """Write and publish some blocks; returns them."""
-        blocks, chain = self.pool.take(num_blocks), HASHER.chain([7] * 4 * num_blocks)
+        blocks, chain = self.pool.allocate(num_blocks), HASHER.chain([7] * 4 * num_blocks)
         for i, block_id in enumerate(blocks):
             os.pwrite(self.fd, CONTENT, block_id * SHAPE.block_bytes)
             self.pool.count(block_id, references=1)
@@ -90,7 +90,7 @@ def test_the_next_daemon_finds_the_blocks_in_the_same_memory(keeper, first):
 def test_what_a_second_daemon_computes_is_there_for_the_third(keeper, first):
     second = Life(keeper.pass_on().pools)
     other = HASHER.chain([1] * 4)
-    (block_id,) = second.pool.take(1)
+    (block_id,) = second.pool.allocate(1)
     second.pool.count(block_id, references=1)
     second.pool.publish(block_id, other.hashes[0], other.parent(0), "ben")
     second.end()
@@ -183,5 +183,5 @@ def test_an_unloaded_models_pool_is_kept_no_more(keeper, first):
 
 def test_a_pool_that_no_model_takes_is_dropped(keeper, first):
     pools = keeper.pass_on().pools
-    pools.keep()
+    pools.give_to_keeper()
     assert keeper.names == set()

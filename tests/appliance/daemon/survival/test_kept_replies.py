@@ -173,7 +173,7 @@ async def test_a_client_reads_the_undisturbed_reply_wherever_its_server_dies(kee
             received += part
         await servers.kill(server)
         second, later = await servers.start()
-        for left in keeper.pass_on().take():
+        for left in keeper.pass_on().hand_over():
             second.take_up(left)
         received += await asyncio.wait_for(reader.read(), 60)
         assert said(received) == said(undisturbed)
@@ -195,7 +195,7 @@ async def test_what_was_drawn_for_a_request_is_the_next_servers_too(keeper, serv
     await until(lambda: appliance.submitted and keeper.kept)
     await servers.kill(server)
     second, later = await servers.start()
-    for left in keeper.pass_on().take():
+    for left in keeper.pass_on().hand_over():
         second.take_up(left)
     await asyncio.wait_for(reader.read(), 60)
     assert drawn(later.submitted[0]) == drawn(appliance.submitted[0])
@@ -236,7 +236,7 @@ async def test_a_key_continues_its_request_without_lying_in_a_journal(
     assert (shown in written, key_digest(key) in written) == (is_of_before, not is_of_before)
     await servers.kill(server)
     second, later = await servers.start(policy)
-    for left in keeper.pass_on().take():
+    for left in keeper.pass_on().hand_over():
         second.take_up(left)
     assert (await asyncio.wait_for(reader.read(), 60)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert [request.peer.key for request in later.submitted] == ["laptop"]
@@ -251,7 +251,7 @@ async def test_a_key_that_is_gone_continues_nothing(keeper, servers, keyed):
     await servers.kill(server)
     other = tuple(dataclasses.replace(each, digest=bytes(32)) for each in policy.keys)
     second, later = await servers.start(dataclasses.replace(policy, keys=other))
-    for left in keeper.pass_on().take():
+    for left in keeper.pass_on().hand_over():
         second.take_up(left)
     assert b"error" in await asyncio.wait_for(reader.read(), 60)
     assert not later.submitted
@@ -331,7 +331,7 @@ async def test_a_request_that_cannot_continue_gets_an_error_and_its_row(keeper, 
         | {"model_id": "another"}
     )
     rows = []
-    (left,) = keeper.pass_on().take()
+    (left,) = keeper.pass_on().hand_over()
     told = (left.request_id, left.journal.num_deaths)
     left.on_failed = lambda: rows.append((*told, left.http_status))
     second.take_up(left)
@@ -356,7 +356,7 @@ async def test_a_client_that_leaves_between_two_servers_has_the_row_of_one_that_
     await writer.wait_closed()
     second, later = await servers.start()
     rows = []
-    (left,) = keeper.pass_on().take()
+    (left,) = keeper.pass_on().hand_over()
     left.on_failed = lambda: rows.append(left.http_status)
     second.take_up(left)
     await until(lambda: rows == [499] and not keeper.kept)
@@ -381,7 +381,7 @@ async def test_an_answered_reply_is_only_sent(keeper, servers):
         assert keeper.kept  # the client has not read it
         await servers.kill(server)
         second, later = await servers.start()
-        (left,) = keeper.pass_on().take()
+        (left,) = keeper.pass_on().hand_over()
         assert left.journal.is_complete
         left.is_answered = True
         second.take_up(left)
@@ -409,7 +409,7 @@ async def test_a_stream_is_kept_alive_until_it_continues(keeper, servers, monkey
     with contextlib.suppress(asyncio.CancelledError):
         await pinging
     second, _ = await servers.start()
-    for left in found.take():
+    for left in found.hand_over():
         second.take_up(left)
     received += await asyncio.wait_for(reader.read(), 60)
     _, text = said(received)
@@ -437,7 +437,7 @@ async def test_only_a_stream_that_is_silent_for_long_is_kept_alive(keeper, serve
     pinging.cancel()
     assert left.silent_s < kept_replies.PING_S
     os.utime(left.fd, (0, 0))
-    found.take()
+    found.hand_over()
     assert left.journal.silent_s > kept_replies.PING_S  # counts until the next ping
     left.end()
 

@@ -95,12 +95,12 @@ def test_the_file_stays_small_and_holds_what_is_open(
     mine.add(row("forever"))
     for number in range(200):
         mine.add(row(f"cmpl-{number}"))
-        mine.settle([f"cmpl-{number}"])
+        mine.drop_recorded([f"cmpl-{number}"])
         assert mine.path.stat().st_size < 3 * 4096
     mine.add(row("last"))
     found = [one.rid for one in OpenRequests(path).answered]
     assert {"forever", "last"} <= set(found)
-    mine.settle(["forever", "last"])
+    mine.drop_recorded(["forever", "last"])
     assert mine.path.stat().st_size == 0
 
 
@@ -120,7 +120,7 @@ def test_a_request_that_is_continued_stays_open_until_it_has_its_row(path: Path)
     assert [one.rid for one in again.cut] == ["continued"]
     mine.end(row("continued"))
     assert [one.rid for one in OpenRequests(path).answered] == ["continued"]
-    mine.settle(["continued"])
+    mine.drop_recorded(["continued"])
     assert mine.path.stat().st_size == 0
 
 
@@ -176,7 +176,7 @@ def test_what_a_full_disk_refused_is_written_when_it_has_room(
         mine.add(row("cmpl-2"))
         assert "cmpl-0" in [one.rid for one in OpenRequests(path).answered]
     assert caplog.text.count("No space left") == 1
-    mine.settle(["cmpl-0"]) if ends_by == "a commit" else mine.end(row("cmpl-0"))
+    mine.drop_recorded(["cmpl-0"]) if ends_by == "a commit" else mine.end(row("cmpl-0"))
     left = [one.rid for one in OpenRequests(path).answered]
     assert left[-2:] == ["cmpl-1", "cmpl-2"]
     assert ("cmpl-0" in left) is (ends_by == "a request")

@@ -47,9 +47,9 @@ def clock(monkeypatch):
 
 def keep(machine, clock, *, after_s):
     """Look, wait, and look again."""
-    machine.service.deadlines.keep()
+    machine.service.deadlines.enforce()
     clock[0] += after_s
-    machine.service.deadlines.keep()
+    machine.service.deadlines.enforce()
 
 
 def test_who_waited_too_long_for_a_turn_is_told_when_to_come_back(machine, clock):
@@ -74,7 +74,7 @@ def test_a_request_that_has_had_a_turn_is_not_ended_for_its_own_length(machine, 
     machine.service.deadlines.set_queue_limits(8, 100, 60.0)
     request, other = machine.submit(num_sequences=3), machine.submit()
     first, *others = request.sequences
-    machine.router.queue.forget(first)
+    machine.router.queue.remove(first)
     first.where, first.generation = On(RouteStage("prefill", 1)), 1
     keep(machine, clock, after_s=61)
     assert other.failure.code == "queue_timeout"
@@ -91,23 +91,23 @@ def test_a_request_that_has_had_a_turn_is_not_ended_for_its_own_length(machine, 
 def test_a_target_for_the_first_token_is_a_limit_of_its_own(machine, clock):
     queue, deadlines = machine.router.queue, machine.service.deadlines
     deadlines.set_queue_limits(8, 100, 60.0)
-    deadlines.keep()
+    deadlines.enforce()
     assert (queue.max_wait_ms, queue.max_first_ms) == (60_000, 0)
     machine.service.set_roles(RolesChange(None, 4_000, None), None)
-    deadlines.keep()
+    deadlines.enforce()
     assert (queue.max_wait_ms, queue.max_first_ms) == (60_000, 4_000)
 
 
 def test_until_first_tokens_are_seen_the_profile_says_what_a_prompt_takes(machine, clock):
     machine.start_workers()
     queue, roles = machine.router.queue, machine.router.roles
-    machine.service.deadlines.keep()
+    machine.service.deadlines.enforce()
     assert queue._tokens.assumed_ms == 0
     steps = [MeasuredStep(1, size, before, float(size)) for size in (8, 64) for before in (0, 64)]
     for worker, slower in (("prefill", 1), ("decode", 2)):
         slow = [msgspec.structs.replace(s, elapsed_ms=s.elapsed_ms * slower) for s in steps]
         roles.measured(place_of(worker, 1), slow * 3)
-    machine.service.deadlines.keep()
+    machine.service.deadlines.enforce()
     assert queue._tokens.assumed_ms == pytest.approx(1.0, rel=0.3)
 
 
@@ -131,7 +131,7 @@ def test_a_stage_without_progress_ends_and_one_with_progress_goes_on(
 ):
     request = machine.submit()
     (sequence,) = request.sequences
-    machine.router.queue.forget(sequence)
+    machine.router.queue.remove(sequence)
     sequence.where, sequence.generation = where, 1
     if isinstance(where, Moving) or where.stage.worker == "decode":
         sequence.output_token_ids.append(7)
@@ -141,7 +141,7 @@ def test_a_stage_without_progress_ends_and_one_with_progress_goes_on(
     keep(machine, clock, after_s=limit_s - 1)
     assert not request.is_finished
     clock[0] += 2
-    machine.service.deadlines.keep()
+    machine.service.deadlines.enforce()
     assert sequence.finish_reason is FinishReason.ERROR
     assert (request.failure.status, request.failure.code) == (500, "stage_timeout")
     phase = {On: "prefilling", Moving: "handing off"}[type(where)]
@@ -154,7 +154,7 @@ def test_a_stage_without_progress_ends_and_one_with_progress_goes_on(
 def test_workers_that_come_and_go_do_not_put_the_deadline_off(machine, clock):
     request = machine.submit()
     (sequence,) = request.sequences
-    machine.router.queue.forget(sequence)
+    machine.router.queue.remove(sequence)
     sequence.where, sequence.generation, sequence.num_computed_tokens = (
         On(RouteStage("decode", 4)),
         1,
@@ -313,7 +313,7 @@ def test_a_worker_whose_weights_come_slowly_is_left_alone(clock, machine, monkey
     monkeypatch.setattr(deadlines, "thread_times", lambda _: one_thread(True, next(cpu_s) / 2))
     for _ in range(2 * int(UNKNOWN_PATIENCE_S) + 100):
         clock[0] += 0.5
-        machine.service.deadlines.keep()
+        machine.service.deadlines.enforce()
     assert bool(ended) != is_slow
 
 
@@ -343,7 +343,7 @@ def test_a_worker_that_hangs_while_it_loads_is_ended_but_nobody_who_waits_for_it
     supervisor.end_hung = lambda *told: ended.append(told)
     for _ in range(2 * int(LOADING_PATIENCE_S) + 2):
         clock[0] += 0.5
-        machine.service.deadlines.keep()
+        machine.service.deadlines.enforce()
     assert {told[0] for told in ended} == {plan.name}
     assert "loads" in ended[0][1]
     assert re.findall(r"\d+ s", ended[0][1]) == ["30 s", "30 s"]

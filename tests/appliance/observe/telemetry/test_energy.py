@@ -52,7 +52,7 @@ class Account:
             )
             for name, value in energy_j.items()
         ]
-        self.energy.settle(frames, STARTED_NS + int(seconds * S))
+        self.energy.divide(frames, STARTED_NS + int(seconds * S))
 
     def step(self, worker: str, began_s: float, ended_s: float, *entries: SequenceStep) -> None:
         began_ns, ended_ns = (STARTED_NS + int(seconds * S) for seconds in (began_s, ended_s))

@@ -24,7 +24,7 @@ def fill(index, first_block, hashes, user="", root=b""):
 def evict(index):
     block_id = index.choose()
     index.taken(block_id)
-    index.forget(block_id)
+    index.remove(block_id)
     return block_id
 
 
@@ -135,7 +135,7 @@ class Snapshots:
         border = self.index.border_of(record[0])
         for block_id in record:
             self.index.taken(block_id)
-            self.index.forget(block_id)
+            self.index.remove(block_id)
         return border
 
 

@@ -43,7 +43,7 @@ def pool_of(record, num_blocks=9, record_blocks=0):
 
 def compute(pool, hashes, user="ann"):
     """Take blocks, publish them as this chain, and release them; returns the blocks."""
-    blocks = pool.take(len(hashes.hashes))
+    blocks = pool.allocate(len(hashes.hashes))
     for i, block_id in enumerate(blocks):
         pool.count(block_id, references=1)
         pool.publish(block_id, hashes.hashes[i], hashes.parent(i), user)
@@ -72,7 +72,7 @@ def test_adopted_blocks_are_evicted_in_the_order_of_their_publication(make):
     compute(pool, old)
     compute(pool, new)
     again = pool_of(PublishedBlocks(fd))
-    for block_id in again.take(again.capacity - 2):
+    for block_id in again.allocate(again.capacity - 2):
         again.count(block_id, references=1)
     assert again.index.num_hit(old.hashes) == 0
     assert again.index.num_hit(new.hashes) == 2
@@ -92,7 +92,7 @@ def test_a_snapshot_is_found_with_all_its_parts_or_not_at_all(make):
     fd, record = make()
     pool, hashes = pool_of(record, record_blocks=2), chain(1, 1)
     (block,) = compute(pool, hashes)
-    parts = pool.take(2)
+    parts = pool.allocate(2)
     for block_id in parts:
         pool.count(block_id, references=1)
     assert pool.publish_snapshot(parts, hashes.hashes[0], "ann")
@@ -150,14 +150,14 @@ def run_until_killed(record, num_bytes):
     try:
         for number in range(4):
             hashes = chain(number, 2)
-            blocks = pool.take(2)
+            blocks = pool.allocate(2)
             for i, block_id in enumerate(blocks):
                 pool.count(block_id, references=1)
                 content[block_id] = hashes.hashes[i]  # a worker has written it
                 pool.publish(block_id, hashes.hashes[i], hashes.parent(i), "ann")
             for block_id in reversed(blocks):
                 pool.count(block_id, references=-1)
-            for block_id in pool.take(1):
+            for block_id in pool.allocate(1):
                 content[block_id] = b"half written"
                 pool.count(block_id, references=1)
                 pool.count(block_id, references=-1)

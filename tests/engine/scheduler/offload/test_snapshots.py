@@ -53,7 +53,7 @@ def test_an_evicted_snapshot_comes_back_from_dram():
     world.use_twice(PROMPT)
     (kv_pool,) = world.ledger.pools.values()
     for record in list(kv_pool.index.snapshots.values()):
-        kv_pool.forget(record[0])
+        kv_pool.remove_hash(record[0])
     again = world.answered(PROMPT)
     assert again.num_cached_tokens == BORDER
     assert f"{RECORD_BLOCKS} of {RECORD_BLOCKS} blocks from DRAM" in again.restore_reason

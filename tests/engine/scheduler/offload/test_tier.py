@@ -176,17 +176,17 @@ def test_who_is_placed_is_told_what_it_has_waited_for(tier):
     tier.now_ns += 7
     tier.run()
     tier.now_ns += 100  # it waits for its turn
-    restored = tier.ssd.forget(1000)
+    restored = tier.ssd.end_wait(1000)
     assert restored[:2] == (12, 7)
     predicted = "predicted 5.0 ms to load, recomputing 1000000.0 ms; lost 0.0 ms"
     assert (restored.words[:6], restored.words.endswith(predicted)) == ("3 of 3", True)
-    assert tier.ssd.forget(1000) is None
+    assert tier.ssd.end_wait(1000) is None
 
 
 def test_who_gives_up_is_told_what_it_has_waited_for(tier):
     tier.ask(kept(tier, 1, 2, 3))
     tier.now_ns += 5
-    assert tier.ssd.forget(1000)[:2] == (0, 5)
+    assert tier.ssd.end_wait(1000)[:2] == (0, 5)
 
 
 def test_only_what_the_pool_lacks_is_loaded(tier):
@@ -204,7 +204,7 @@ def test_nothing_is_loaded_where_computing_takes_less(tier):
     assert not tier.ask(chain)
     assert not tier.disk.jobs
     assert tier.costs.num_declined == 1
-    restored = tier.ssd.forget(1000)
+    restored = tier.ssd.end_wait(1000)
     assert restored[:2] == (0, 0)
     words = "3 blocks not loaded from the SSD: predicted 5.0 ms to load, recomputing 2.5 ms"
     assert restored.words == words
@@ -289,7 +289,7 @@ def test_a_prompt_waits_no_longer_than_a_deadline_and_then_does_not_ask_again(ti
 def test_who_has_gone_is_not_waited_for(tier):
     chain = kept(tier, 1, 2, 3)
     tier.ask(chain)
-    tier.ssd.forget(1000)
+    tier.ssd.end_wait(1000)
     tier.run()
     assert tier.ssd.counts.loaded_blocks == 0
     tier.pass_time(60)
@@ -500,7 +500,7 @@ class Walk(RuleBasedStateMachine):
         for seq_id, chain in list(self.waiting.items()):
             if not self.tier.ask(chain, seq_id) and self.tier.kv_pool.num_free >= len(chain):
                 del self.waiting[seq_id]
-                self.tier.ssd.forget(seq_id)
+                self.tier.ssd.end_wait(seq_id)
                 self.tier.compute(chain)
 
     @rule(data=st.data())
@@ -508,7 +508,7 @@ class Walk(RuleBasedStateMachine):
         if self.waiting:
             seq_id = data.draw(st.sampled_from(sorted(self.waiting)))
             del self.waiting[seq_id]
-            self.tier.ssd.forget(seq_id)
+            self.tier.ssd.end_wait(seq_id)
 
     @rule(most=st.integers(1, 5), error=st.sampled_from([None, None, None, "it is broken"]))
     def work(self, most, error):

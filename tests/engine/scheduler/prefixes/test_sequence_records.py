@@ -127,7 +127,7 @@ def test_a_snapshot_is_fetched_alone_where_its_blocks_are(arm):
     second, third = (world.sequence(prompt=[*first.prompt_token_ids, i, i, i]) for i in (801, 802))
     world.finish(second)
     index = world.ledger.pools["prefill"].index
-    world.ledger.pools["prefill"].forget(index.snapshots[second.prefix.hashes[6]][0])
+    world.ledger.pools["prefill"].remove_hash(index.snapshots[second.prefix.hashes[6]][0])
     world.finish(third)
     assert third.num_cached_tokens == 28
     assert world.router.counters.prefix_cache_fetches == 28
@@ -229,7 +229,7 @@ def test_a_snapshot_goes_whole():
     world.finish(world.sequence(20))
     pool = world.ledger.pools[world.topology.workers[0].pool]
     border, record = next(iter(pool.index.snapshots.items()))
-    pool.forget(record[-1])
+    pool.remove_hash(record[-1])
     assert border not in pool.index.snapshots
     assert not any(block in pool.index for block in record)
     world.router.check_invariants()

@@ -51,7 +51,7 @@ def cost(sequence):
 
 def take_next(queue, now_ns=0):
     sequence = next(queue.in_order(now_ns))
-    queue.take(sequence, now_ns)
+    queue.remove_placed(sequence, now_ns)
     queue.check_invariants()
     return sequence
 
@@ -140,11 +140,11 @@ def test_what_was_charged_by_one_weight_is_given_back_by_it(make):
     first, second = make("a", 100), make("b", 100)
     queue.push([first, make("a", 100)], 0)
     queue.push([second, make("b", 100)], 0)
-    queue.take(first, 0)
-    queue.take(second, 0)
+    queue.remove_placed(first, 0)
+    queue.remove_placed(second, 0)
     queue.weights = {}
-    queue.forget(first)
-    queue.forget(second)
+    queue.remove(first)
+    queue.remove(second)
     assert queue._charged == {"a": 0.0, "b": 0.0}
 
 
@@ -155,7 +155,7 @@ def test_output_tokens_are_charged_by_weight_too(make):
     queue.push([first, make("a", 100)], 0)
     queue.push([second, make("b", 100)], 0)
     for sequence in (first, second):
-        queue.take(sequence, 0)
+        queue.remove_placed(sequence, 0)
         queue.generated(sequence, 8)
     assert queue._charged == {"a": 27.0, "b": 108.0}
 
@@ -201,10 +201,10 @@ def test_what_was_not_computed_of_a_prompt_is_given_back(make):
     long = make("a", 10_000)
     queue.push([long, *[make("a", 10) for _ in range(9)]], 0)
     queue.push([make("b", 10) for _ in range(90)], 0)
-    queue.take(long, 0)
+    queue.remove_placed(long, 0)
     assert [take_next(queue).owner for _ in range(20)] == ["b"] * 20
     long.num_computed_tokens = 15  # it was cancelled
-    queue.forget(long)
+    queue.remove(long)
     owners = [take_next(queue).owner for _ in range(10)]
     assert owners.count("a") == 9
     queue.check_invariants()
@@ -216,14 +216,14 @@ def test_outputs_are_charged_when_they_come_and_not_as_they_are_asked_for(make):
     queue.push([asks, *[make("a", 10) for _ in range(40)]], 0)
     queue.push([gets, *[make("b", 10) for _ in range(40)]], 0)
     for sequence in (asks, gets):
-        queue.take(sequence, 0)
+        queue.remove_placed(sequence, 0)
     owners = [take_next(queue).owner for _ in range(20)]
     assert owners.count("a") == 10
     for _ in range(100):
         gets.output_token_ids.append(1)
         queue.generated(gets, 1)
-    queue.forget(asks)
-    queue.forget(gets)
+    queue.remove(asks)
+    queue.remove(gets)
     assert [take_next(queue).owner for _ in range(10)] == ["a"] * 10
     queue.check_invariants()
 
@@ -233,8 +233,8 @@ def test_a_sequence_that_leaves_the_queue_is_charged_nothing(make):
     gone = make("a", 10)
     queue.push([gone, make("a", 10)], 0)
     queue.push([make("b", 10)], 0)
-    queue.forget(gone)
-    queue.forget(gone)
+    queue.remove(gone)
+    queue.remove(gone)
     assert len(queue) == 2
     assert {take_next(queue).owner for _ in range(2)} == {"a", "b"}
     assert not queue
@@ -248,7 +248,7 @@ def test_what_is_passed_over_costs_nothing_and_its_owner_stays_next(make):
     queue.push([light], 0)
     for sequence in queue.in_order(0):
         if sequence is not heavy:
-            queue.take(sequence, 0)
+            queue.remove_placed(sequence, 0)
     queue.push([make("b", 10)], 0)
     assert next(queue.in_order(0)) is heavy
 
@@ -360,7 +360,7 @@ class Served:
             self.queue.push([sequence], self.now_ns)
         except QueueFull as full:
             return full
-        self.queue.take(sequence, self.now_ns)
+        self.queue.remove_placed(sequence, self.now_ns)
         self.placed.append(sequence)
         return None
 
@@ -403,7 +403,7 @@ def test_a_pace_that_falls_is_believed_at_once_and_one_that_rises_after_a_while(
     for _ in range(4):
         served.answer(1.0)
     for sequence in served.placed:
-        served.queue.forget(sequence)
+        served.queue.remove(sequence)
     served.placed.clear()
     slow = most()
     assert slow <= 6 < 15 < fast
@@ -445,7 +445,7 @@ def test_the_end_of_a_prompt_without_a_token_says_nothing_of_the_pace(make):
     served = Served(make, 4_000.0)
     served.ask()
     (sequence,) = served.placed
-    served.queue.forget(sequence)
+    served.queue.remove(sequence)
     served.answer(1.0)
     assert not served.queue._pending
     assert served.queue._tokens.first_ms(5) == 0.0
@@ -471,7 +471,7 @@ def test_nothing_is_lost_or_served_twice(data):
             placed[sequence.seq_id] = waiting.pop(sequence.seq_id)
         elif action == "end" and (waiting or placed):
             seq_id = data.draw(st.sampled_from([*waiting, *placed]))
-            queue.forget(waiting.pop(seq_id, None) or placed.pop(seq_id))
+            queue.remove(waiting.pop(seq_id, None) or placed.pop(seq_id))
             gone.add(seq_id)
         queue.check_invariants()
         assert {sequence.seq_id for sequence in queue} == set(waiting)

@@ -146,8 +146,8 @@ def test_a_short_one_is_no_jitter_only_the_second_time(judged):
 
 def test_what_is_forgotten_has_no_outcome(judged):
     judged.begin(ALONE)
-    judged.outcomes.forget(1)
-    judged.outcomes.forget(1)
+    judged.outcomes.stop_judging(1)
+    judged.outcomes.stop_judging(1)
     assert not judged.step("decode", 500, 400, is_last=True)
     assert not judged.outcomes.records
 
