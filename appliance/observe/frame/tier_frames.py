@@ -51,9 +51,6 @@ class TierFrame(msgspec.Struct):
     damaged_blocks: int = 0
     """Blocks with a wrong checksum, dropped and computed again."""
     failed_stores: int = 0
-    would_find: dict[str, float] = {}
-    reuse_distances: dict[str, int] = {}
-    """These two are old: only recordings have them."""
     read_bytes_per_s: float | None = None
     """Read rate measured by a probe; None: it is not on."""
     limit: str = ""
