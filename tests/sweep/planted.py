@@ -171,6 +171,12 @@ BUGS = {
         "        if False:\n            process.graveyard",
         ("alias",),
     ),
+    "a replay takes values of its own": Bug(
+        "appliance/api/core/enter.py",
+        "anew if journal is None else journal.replayed\n",
+        "anew\n",
+        ("every api", "choices"),
+    ),
     "a recovered stream is told its tokens twice": Bug(
         "appliance/daemon/serving/service.py",
         "        request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))\n",
