@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from appliance.cli.install_service import PLACES
-from appliance.configuration.settings import ServeConfig
 from appliance.configuration.paths import GPU_UNIT_NAME, SYSTEM_SOCKET
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.survival import keeper
 from appliance.http.listeners import SOCKET_MODE
 from appliance.http.server import NUM_RESERVED
@@ -68,7 +68,10 @@ def test_the_unit_agrees_with_the_program() -> None:
     max_connections = ServeConfig(socket=Path(), state_dir=Path()).max_connections + NUM_RESERVED
     assert int(service["FileDescriptorStoreMax"]) > 3 * max_connections
     assert f"FDSTORE={service['FileDescriptorStoreMax']}" in service["Environment"].split()
-    assert float(service["TimeoutStopSec"]) > ServeConfig(socket=Path(), state_dir=Path()).max_drain_s + 10
+    assert (
+        float(service["TimeoutStopSec"])
+        > ServeConfig(socket=Path(), state_dir=Path()).max_drain_s + 10
+    )
     assert unit["Unit"]["Requires"] == "penstock.socket"
 
 

@@ -84,18 +84,14 @@ ENDPOINTS = {
     "/api/chat": Endpoint(
         id_prefix="chat-",
         decode=lambda fields, http, _: chat_ask_of(fields, appliance_of(http).model),
-        form=lambda _asked, request, _http, replayed: OllamaShape(
-            request, replayed, is_chat=True
-        ),
+        form=lambda _asked, request, _http, replayed: OllamaShape(request, replayed, is_chat=True),
         refusal=in_ollamas_words,
         unloads=partial(unloaded, {"message": {"role": "assistant", "content": ""}}),
     ),
     "/api/generate": Endpoint(
         id_prefix="gen-",
         decode=lambda fields, http, _: generate_ask(fields, appliance_of(http).model),
-        form=lambda _asked, request, _http, replayed: OllamaShape(
-            request, replayed, is_chat=False
-        ),
+        form=lambda _asked, request, _http, replayed: OllamaShape(request, replayed, is_chat=False),
         refusal=in_ollamas_words,
         unloads=partial(unloaded, {"response": ""}),
     ),

@@ -7,7 +7,6 @@ is described in the console's words (appliance.observe.frame.figures).
 from __future__ import annotations
 
 from appliance.cli.tables import TableColumn
-from appliance.observe.frame import figures
 from appliance.observe.frame.figures import (
     age,
     count,

@@ -34,9 +34,7 @@ def explain(
     environ = _environ_of_asked(flags, environ)
     config, sources = load(flags, environ), read_sources(flags, environ)
     everybodys = [
-        FoundSetting(
-            name, getattr(config, setting.field), found.origin if found else DEFAULT
-        )
+        FoundSetting(name, getattr(config, setting.field), found.origin if found else DEFAULT)
         for name, setting in SETTINGS.items()
         for found in (sources.lookup(name),)
     ]

@@ -80,28 +80,28 @@ class ServeConfig:
         None,
         a_model,
         "model to serve: a folder, a GGUF file, owner/name on the hub or a short name; "
-        "default: the built-in starter model"
+        "default: the built-in starter model",
     )
     embedding_model: Path | HubName | None = _setting(
         None,
         a_model,
-        "model beside it that makes vectors of texts, named like model (docs/models.md)"
+        "model beside it that makes vectors of texts, named like model (docs/models.md)",
     )
     rerank_model: Path | HubName | None = _setting(
         None,
         a_model,
-        "model beside it that scores pairs of texts, named like model (docs/models.md)"
+        "model beside it that scores pairs of texts, named like model (docs/models.md)",
     )
     dtype: str = _setting(
         "auto",
         one_of("auto", "float32", "bfloat16", "float16"),
-        "dtype to compute in: auto, float32, bfloat16 or float16"
+        "dtype to compute in: auto, float32, bfloat16 or float16",
     )
     weights: str = _setting(
         "stored",
         one_of("stored", "q8", "q4", "int8"),
         "weights in memory: stored keeps the checkpoint's form; q8 and q4 quantise to 8 or 4 bits; "
-        "int8 is W8A8"
+        "int8 is W8A8",
     )
     offload_weights: int | str = _setting(
         "auto",
@@ -113,219 +113,179 @@ class ServeConfig:
         "auto",
         one_of("auto", INT8_KV),
         "dtype of the KV cache: auto is the serving dtype; int8 holds about twice the tokens (CPUs "
-        "only)"
+        "only)",
     )
     exact: str = _setting(
         "auto",
         one_of("auto", "bitwise"),
         "auto lets CPUs with AMX compute prompts faster, with other last bits than decode; bitwise "
-        "does not; other CPUs are always bitwise, which slows float32 prompts by a tenth"
+        "does not; other CPUs are always bitwise, which slows float32 prompts by a tenth",
     )
     speculate: int | str = _setting(
         "auto",
         a_number_or(1, MAX_DRAFT, "auto", "off"),
         "guess tokens from earlier text in decode steps (CPUs): auto: where replies get faster; "
-        "off; or a maximum per step, 1 to 7"
+        "off; or a maximum per step, 1 to 7",
     )
     transport: str = _setting(
         "auto",
         one_of("auto", "alias", "peer", "shm"),
-        "how KV moves from prefill to decode: auto, alias (zero-copy), peer or shm"
+        "how KV moves from prefill to decode: auto, alias (zero-copy), peer or shm",
     )
     roles: str = _setting(
         "auto",
         one_of("auto", *ROLES),
         "worker roles: elastic: best worker per prompt; static: one worker per phase; "
-        "colocated: one worker; auto: elastic, or colocated on one GPU"
+        "colocated: one worker; auto: elastic, or colocated on one GPU",
     )
     place: WantedWorkers = _setting(
         ONE_OF_EACH,
         parse_place,
         "prefill and decode workers: 2x1, or their devices: 'prefill=cuda:0 decode=cuda:1,2-3'; "
-        "default: one each, or one for each GPU or NUMA node"
+        "default: one each, or one for each GPU or NUMA node",
     )
     devices: str = _setting(
-        "auto",
-        some_devices, "devices to serve on: auto, cpu, or GPUs by name, e.g. gpu0"
+        "auto", some_devices, "devices to serve on: auto, cpu, or GPUs by name, e.g. gpu0"
     )
-    eager: bool = _setting(
-        False,
-        a_flag, "do not use CUDA graphs for decode steps: true or false"
-    )
+    eager: bool = _setting(False, a_flag, "do not use CUDA graphs for decode steps: true or false")
     safe_kernels: bool = _setting(
-        False,
-        a_flag, "on GPUs run kernels of torch and flash-attn alone: true or false"
+        False, a_flag, "on GPUs run kernels of torch and flash-attn alone: true or false"
     )
     slo_ttft_ms: int = _setting(
         0,
         at_least(0, "milliseconds"),
         "TTFT target in ms; 0: relative to the time that the prompt takes alone",
-        is_reloadable=True
+        is_reloadable=True,
     )
     slo_itl_ms: int = _setting(
         0,
         at_least(0, "milliseconds"),
         "ITL target in ms; 0: relative to an undisturbed decode step",
-        is_reloadable=True
+        is_reloadable=True,
     )
     max_model_len: int | None = _setting(
-        None,
-        at_least(2, "tokens"), "maximum tokens of prompt and reply together"
+        None, at_least(2, "tokens"), "maximum tokens of prompt and reply together"
     )
     kv_memory_bytes: int | None = _setting(
-        None,
-        parse_bytes, "memory for the KV cache, e.g. 2GiB",
-        name="kv_memory"
+        None, parse_bytes, "memory for the KV cache, e.g. 2GiB", name="kv_memory"
     )
     default_max_tokens: int | None = _setting(
         None,
         at_least(1, "tokens"),
-        "maximum tokens of a chat's reply if the client sets no limit; default: the context left"
+        "maximum tokens of a chat's reply if the client sets no limit; default: the context left",
     )
     prefix_cache: bool = _setting(
-        True,
-        on_or_off,
-        "reuse KV of prompts with equal beginnings: on or off"
+        True, on_or_off, "reuse KV of prompts with equal beginnings: on or off"
     )
     cache_isolation: str = _setting(
         "none",
         one_of("none", "user"),
         "prefix cache sharing: none: shared by all; user: separate per user, which prevents "
-        "timing leaks"
+        "timing leaks",
     )
     dram_cache: int | str = _setting(
-        "off",
-        a_size_or("off"), "host memory for KV evicted from the pools, e.g. 8GiB; or off"
+        "off", a_size_or("off"), "host memory for KV evicted from the pools, e.g. 8GiB; or off"
     )
     ssd_cache: int | str = _setting(
         "auto",
-        a_size_or("auto", "off"), "disk space for KV kept across restarts, e.g. 20GiB; or auto, off"
+        a_size_or("auto", "off"),
+        "disk space for KV kept across restarts, e.g. 20GiB; or auto, off",
     )
     ssd_dir: Path | None = _setting(
-        None,
-        a_path, "folder of the SSD cache; default: kv in the state folder"
+        None, a_path, "folder of the SSD cache; default: kv in the state folder"
     )
-    socket: Path = _setting(
-        MISSING,
-        a_path, "the Unix socket to listen on"
-    )
-    state_dir: Path = _setting(
-        MISSING,
-        a_path, "folder of the request log and of KV on disk"
-    )
+    socket: Path = _setting(MISSING, a_path, "the Unix socket to listen on")
+    state_dir: Path = _setting(MISSING, a_path, "folder of the request log and of KV on disk")
     listen: tuple[str, int] | None = _setting(
         None,
         an_address,
-        "TCP address to listen on besides, e.g. 127.0.0.1:8000; beyond loopback TLS is required"
+        "TCP address to listen on besides, e.g. 127.0.0.1:8000; beyond loopback TLS is required",
     )
     tls_cert: Path | None = _setting(
-        None,
-        a_path, "certificate chain (PEM) for TLS on TCP; read again at a reload"
+        None, a_path, "certificate chain (PEM) for TLS on TCP; read again at a reload"
     )
     tls_key: Path | None = _setting(
-        None,
-        a_path, "private key (PEM) of the certificate; read again at a reload"
+        None, a_path, "private key (PEM) of the certificate; read again at a reload"
     )
     open_metrics: bool = _setting(
-        False,
-        on_or_off, "serve /metrics on TCP without a key: on or off",
-        is_reloadable=True
+        False, on_or_off, "serve /metrics on TCP without a key: on or off", is_reloadable=True
     )
     page: bool = _setting(
-        True,
-        on_or_off, "answer browsers at / with a page: on or off",
-        is_reloadable=True
+        True, on_or_off, "answer browsers at / with a page: on or off", is_reloadable=True
     )
     api_keys: Path | None = _setting(
-        None,
-        a_path, "file of the API keys of clients on TCP",
-        is_reloadable=True
+        None, a_path, "file of the API keys of clients on TCP", is_reloadable=True
     )
     auth: bool = _setting(
         True,
-        a_flag, "ask TCP clients for API keys; without, on loopback only, each has the role user"
+        a_flag,
+        "ask TCP clients for API keys; without, on loopback only, each has the role user",
     )
     operators: tuple[str, ...] = _setting(
         DEFAULT_OPERATORS,
-        names, "users and @groups who may cancel any request and drain, separated by commas",
-        is_reloadable=True
+        names,
+        "users and @groups who may cancel any request and drain, separated by commas",
+        is_reloadable=True,
     )
     viewers: tuple[str, ...] = _setting(
-        (),
-        names, "users and @groups who may only read, separated by commas",
-        is_reloadable=True
+        (), names, "users and @groups who may only read, separated by commas", is_reloadable=True
     )
     max_queued: int = _setting(
-        512,
-        at_least(1, "sequences"), "maximum sequences in the queue",
-        is_reloadable=True
+        512, at_least(1, "sequences"), "maximum sequences in the queue", is_reloadable=True
     )
     max_queued_tokens: int = _setting(
-        1 << 20,
-        at_least(1, "tokens"), "maximum prompt tokens in the queue",
-        is_reloadable=True
+        1 << 20, at_least(1, "tokens"), "maximum prompt tokens in the queue", is_reloadable=True
     )
     max_connections: int = _setting(
-        1024,
-        at_least(1, "connections"), "most open connections",
-        is_reloadable=True
+        1024, at_least(1, "connections"), "most open connections", is_reloadable=True
     )
     max_body_bytes: int = _setting(
-        8 << 20,
-        parse_bytes, "largest request body, e.g. 8MiB",
-        name="max_body",
-        is_reloadable=True
+        8 << 20, parse_bytes, "largest request body, e.g. 8MiB", name="max_body", is_reloadable=True
     )
     model_aliases: tuple[str, ...] = _setting(
-        (),
-        aliases,
-        "other names of the model for clients, separated by commas; * matches any text"
+        (), aliases, "other names of the model for clients, separated by commas; * matches any text"
     )
     cors_origins: tuple[str, ...] = _setting(
         (),
         origins,
         "web origins that may use the API from a browser, e.g. https://app.example; * is all",
-        is_reloadable=True
+        is_reloadable=True,
     )
     tool_parser: str = _setting(
         "auto",
         one_of("auto", *TOOL_PARSERS),
-        "format of the model's tool calls; auto: from its chat template"
+        "format of the model's tool calls; auto: from its chat template",
     )
     reasoning_parser: str = _setting(
         "auto",
         one_of("auto", "none", *REASONING_PARSERS),
-        "format of the model's reasoning; auto: from its chat template"
+        "format of the model's reasoning; auto: from its chat template",
     )
     max_queue_wait_s: float = _setting(
         60.0,
         a_duration,
         "reject (429 with Retry-After) requests expected to wait longer, e.g. 60s; 0: no limit",
         name="max_queue_wait",
-        is_reloadable=True
+        is_reloadable=True,
     )
     priorities: tuple[tuple[str, float], ...] = _setting(
         (),
         some_weights,
         "shares of the queue by user or key, e.g. ann=4,key:batch=0.5; default 1",
-        is_reloadable=True
+        is_reloadable=True,
     )
     max_drain_s: float = _setting(
         90.0,
         a_duration,
         "longest drain at a stop, e.g. 90s; running replies are then cut; 0: no limit",
         name="max_drain",
-        is_reloadable=True
+        is_reloadable=True,
     )
     log_text: bool = _setting(
-        False,
-        a_flag, "store prompts in the request log: true or false",
-        is_reloadable=True
+        False, a_flag, "store prompts in the request log: true or false", is_reloadable=True
     )
     log_keep_days: int = _setting(
-        30,
-        at_least(1, "days"), "days to keep a request in the log",
-        is_reloadable=True
+        30, at_least(1, "days"), "days to keep a request in the log", is_reloadable=True
     )
     min_stay_s: float = _setting(
         10.0,
@@ -333,13 +293,13 @@ class ServeConfig:
         "minimum time that a busy model stays before a swap, e.g. 10s; an idle one is swapped at "
         "once",
         name="min_stay",
-        is_reloadable=True
+        is_reloadable=True,
     )
     keep_resident: int = _setting(
         1,
         at_least(1, "models"),
         "maximum loaded models: while they fit in memory, swaps between them load nothing (CPUs "
-        "only); default 1"
+        "only); default 1",
     )
     keep_alive_s: float = _setting(
         300.0,
@@ -347,14 +307,14 @@ class ServeConfig:
         "time until an unused loaded model is unloaded, e.g. 5m, or forever; the first model and "
         "the served one stay",
         name="keep_alive",
-        is_reloadable=True
+        is_reloadable=True,
     )
     log_max_bytes: int = _setting(
         2 << 30,
         parse_bytes,
         "largest request log, e.g. 2GiB; the oldest rows are deleted",
         name="log_max_size",
-        is_reloadable=True
+        is_reloadable=True,
     )
     models: Mapping[str, ServeConfig] = field(default_factory=dict)
     """The other models that a request may name, each with its own settings."""

@@ -27,8 +27,8 @@ from appliance.api.routes import build_app
 from appliance.client.address import TcpAddress
 from appliance.configuration import paths
 from appliance.configuration.config import changes, take_over, unknown_variables
-from appliance.configuration.settings import ServeConfig
 from appliance.configuration.folders import check_directories, prepare_directories
+from appliance.configuration.settings import ServeConfig
 from appliance.daemon.announcement import IS_OPEN, OPEN_CODE, announcement
 from appliance.daemon.models.loading import Fetching
 from appliance.daemon.models.model_in_service import ModelInService, end_model

@@ -94,7 +94,9 @@ class Placer:
             gpus = name_gpus(wanted.gpu_names, found, version, where="place")
             self._check_cpu_only(gpus)
             dtype = self._dtype(gpus, dtype)
-            return ChosenPlacement(dtype, self._by_hand(gpus, self._shape(gpus, dtype), dtype), None)
+            return ChosenPlacement(
+                dtype, self._by_hand(gpus, self._shape(gpus, dtype), dtype), None
+            )
         gpus, about = choose_gpus(config.devices, found, version)
         notes = [about]
         if gpus and config.devices == "auto":

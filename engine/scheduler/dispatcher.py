@@ -143,7 +143,9 @@ class Dispatcher:
         )
         choice = self._roles.route(sequence, candidates, held, now_ns, hits)
         stages = route_stages(sequence, choice.pair)
-        if not self._routes.has_capacity(sequence, stages):  # with its output it is too long to move
+        if not self._routes.has_capacity(
+            sequence, stages
+        ):  # with its output it is too long to move
             stages = route_stages(sequence, Pair(choice.pair.decode, choice.pair.decode))
         needed = self._routes.needs(sequence, stages)
         if stages[0].worker not in open_workers:
@@ -182,7 +184,9 @@ class Dispatcher:
             self._admit(sequence, stage, now_ns)
 
     def _fallback(self, sequence: Sequence, stage: RouteStage) -> RouteStage:
-        return stage if stage.worker in self._roles.ready_workers else self._other(sequence) or stage
+        return (
+            stage if stage.worker in self._roles.ready_workers else self._other(sequence) or stage
+        )
 
     def _other(self, sequence: Sequence) -> RouteStage | None:
         """Give a sequence another route, and return its first stage; None: no route is free."""
@@ -241,4 +245,3 @@ class Dispatcher:
         self._counters.preemptions += 1
         self._queue.wait_again(sequence)
         self._sequences.put(sequence, Paused())
-

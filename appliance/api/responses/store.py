@@ -246,9 +246,7 @@ def with_items(values: Json, http: HttpRequest, replayed: Replayed) -> Json:
     return {**values, "input": items}
 
 
-def keep_for(
-    values: Json, http: HttpRequest, replayed: Replayed
-) -> Callable[[Json], None] | None:
+def keep_for(values: Json, http: HttpRequest, replayed: Replayed) -> Callable[[Json], None] | None:
     """Make what keeps a response; None where its client does not want that."""
     if check(values, bodies.StoredResponses).store is False:
         return None

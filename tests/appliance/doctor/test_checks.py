@@ -70,5 +70,11 @@ def test_who_listens_on_a_port_is_found_in_both_families(tmp_path: Path, listeni
 
 def test_another_users_program_on_our_port_is_bad(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(checks, "listening_uids", lambda _: [1000, 65534])
-    found = ServeConfig(socket=Path("s"), state_dir=Path("s"), model=Path("s"), listen=("127.0.0.1", 8000), auth=False)
+    found = ServeConfig(
+        socket=Path("s"),
+        state_dir=Path("s"),
+        model=Path("s"),
+        listen=("127.0.0.1", 8000),
+        auth=False,
+    )
     assert checks._network(found, {}).verdict == "bad"

@@ -209,7 +209,9 @@ def test_hashes_are_of_one_model_served_in_one_variant(tmp_path, monkeypatch):
 )
 def test_users_share_what_is_cached_unless_they_are_set_apart(tmp_path, isolation, are_apart):
     folder = make_model(tmp_path / "model").parent
-    config = ServeConfig(socket=tmp_path / "socket", state_dir=tmp_path, model=folder, cache_isolation=isolation)
+    config = ServeConfig(
+        socket=tmp_path / "socket", state_dir=tmp_path, model=folder, cache_isolation=isolation
+    )
     hasher = make_hasher(config, make_plan(config))
     assert hasher is not None
     ana, ben, salted = (
@@ -223,7 +225,9 @@ def test_users_share_what_is_cached_unless_they_are_set_apart(tmp_path, isolatio
 
 def test_without_a_cache_nothing_is_hashed_or_written(tmp_path):
     folder = make_model(tmp_path / "model").parent
-    config = ServeConfig(socket=tmp_path / "socket", state_dir=tmp_path, model=folder, prefix_cache=False)
+    config = ServeConfig(
+        socket=tmp_path / "socket", state_dir=tmp_path, model=folder, prefix_cache=False
+    )
     assert make_hasher(config, make_plan(config)) is None
     assert not (tmp_path / KEY_NAME).exists()
 

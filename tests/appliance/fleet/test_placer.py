@@ -384,7 +384,9 @@ def test_the_check_of_a_configuration_says_where_everything_goes(
     machine = inventory_of("2xh100-nvlink")
     monkeypatch.setattr(boot, "this_inventory", lambda: machine)
     monkeypatch.setattr(boot, "installed_torch", lambda: TORCH)
-    sentence, lines = check_plan(ServeConfig(socket=tmp_path, state_dir=tmp_path, model=models["8b"].folder))
+    sentence, lines = check_plan(
+        ServeConfig(socket=tmp_path, state_dir=tmp_path, model=models["8b"].folder)
+    )
     assert sentence.startswith(f"it serves {models['8b'].folder} in ")
     assert lines[0].split()[:2] == ["prefill", "gpu0,"]
     assert lines[-1].endswith("18 NVLinks, 445 GiB/s each way")

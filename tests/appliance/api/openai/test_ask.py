@@ -221,7 +221,11 @@ def test_an_echo_asks_for_the_prompts_logprobs_and_may_write_nothing():
 def test_prompts_are_told_of_as_widely_as_either_field_asks():
     assert chat(prompt_logprobs=3).sampling(1, 100, anew).prompt_logprobs == 3
     ask = completion(prompt_logprobs=1, echo=True, logprobs=4)
-    assert (ask.sampling(1, 100, anew).prompt_logprobs, ask.prompt_logprobs, ask.logprobs) == (4, 1, 4)
+    assert (ask.sampling(1, 100, anew).prompt_logprobs, ask.prompt_logprobs, ask.logprobs) == (
+        4,
+        1,
+        4,
+    )
     assert completion(prompt_logprobs=0, stream=True).prompt_logprobs is None
 
 
