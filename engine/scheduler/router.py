@@ -122,22 +122,9 @@ class Router:
             self.prefix_copies,
             max_num_batched_tokens,
         )
-        self._dispatcher = Dispatcher(
-            topology,
-            ledger,
-            self.routes,
-            self.copies,
-            self.roles,
-            self.prefix_copies,
-            self.prefixes,
-            self.recovery,
-            queue,
-            self.at,
-            self.allocator,
-            self.counters,
-            send,
-            max_num_batched_tokens,
-        )
+        placed_by = topology, ledger, self.routes, self.copies, self.roles, self.prefix_copies
+        held_in = self.prefixes, self.recovery, queue, self.at, self.allocator, self.counters
+        self._dispatcher = Dispatcher(*placed_by, *held_in, send, max_num_batched_tokens)
         self._send = send
         self._emit = emit
         self.max_num_batched_tokens = max_num_batched_tokens

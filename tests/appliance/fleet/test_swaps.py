@@ -54,7 +54,7 @@ class House:
     def frames(self) -> list[ResidentFrame]:
         return [ResidentFrame(name, 1, None) for name in self.resident]
 
-    def keep(self, name: str, keep_s: float) -> None:
+    def keep_loaded(self, name: str, keep_s: float) -> None:
         self.kept = name, keep_s
 
     def served_expires_at(self, name: str) -> str | None:

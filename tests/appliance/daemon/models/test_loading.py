@@ -64,7 +64,7 @@ class NoResidents:
     async def unload_faulty(self):
         """There is none."""
 
-    def take(self, name):
+    def give_away(self, name):
         return None
 
     def held_bytes(self, served):
