@@ -2,7 +2,6 @@
 
 Invariant: whatever asks a FolderFiles for a file gets what was read first, though the file may be
 another one by now.
-Never: knows what a key means.
 """
 
 from __future__ import annotations

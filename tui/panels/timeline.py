@@ -2,7 +2,6 @@
 
 Invariant: a request has a bar for its wait, one for its prompt and one for its outputs, each where
 and as long as it was; less than a cell takes one, but a wait of less than half a cell none.
-Never: guesses a time or a worker; what has none is left out.
 """
 
 from __future__ import annotations

@@ -221,13 +221,13 @@ def test_what_is_forgotten_makes_room():
 def test_who_asks_for_one_item_or_for_all_as_they_are_has_no_other_read(monkeypatch):
     store, decode, sizes = ResponseStore(), msgspec.json.decode, []
     items = [{"id": "small"}, {"id": "large", "text": "x" * 10_000}]
-    store.keep("ann", {"id": "a", "output": [{"id": "out"}]}, [*items, {"id": "out"}])
+    store.add("ann", {"id": "a", "output": [{"id": "out"}]}, [*items, {"id": "out"}])
     monkeypatch.setattr(
         msgspec.json, "decode", lambda data: sizes.append(len(data)) or decode(data)
     )
     assert store.item("small", "ann") == {"id": "small"}
     assert [decode(one.data) for one in store.asked("a", "ann")] == items
-    store.forget("a", "ann")
+    store.delete("a", "ann")
     assert sizes == [len('{"id":"small"}')]
 
 
