@@ -107,7 +107,7 @@ class ServeConfig:
         "auto",
         a_size_or("auto"),
         "weights that stay on disk, read in each step (CPUs only), e.g. 20GiB; auto: what does not "
-        "fit in memory"
+        "fit in memory",
     )
     kv_dtype: str = _setting(
         "auto",

@@ -1,9 +1,7 @@
 """Keep packed weights in a file that workers map, from one start to the next.
 
-Owns: the folder of these files, their form, and which of them are deleted.
 Invariant: a file has its name only once it is whole, with the sums of its bytes; one that is
 damaged, or of other weights, is never served. A file that a daemon uses is not deleted.
-Never: packs weights; knows what lies where in them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Invariant: weights that fit into memory stay there; what is refused is refused before anything is
 made.
-Never: makes a file or memory.
 """
 
 from __future__ import annotations

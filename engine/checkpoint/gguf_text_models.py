@@ -1,8 +1,6 @@
 """Translate a GGUF file of a model of vectors into config.json's keys, and its tensors' names.
 
-Owns: which architectures are known, and what their keys and tensors are called in the format.
 Invariant: an architecture that is not in the table is refused by name.
-Never: reads a file.
 """
 
 from __future__ import annotations

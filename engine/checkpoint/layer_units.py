@@ -2,7 +2,6 @@
 
 A unit is a decoder layer; the last one is the output projection.
 Invariant: chosen units lie evenly between the others, so that the disk reads while those compute.
-Never: reads tensor data, imports torch.
 """
 
 from __future__ import annotations

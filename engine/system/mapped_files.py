@@ -1,7 +1,4 @@
-"""Map files that may be larger than memory, and tell how much of one is in it.
-
-Never: writes a file.
-"""
+"""Map files that may be larger than memory, and tell how much of one is in it."""
 
 from __future__ import annotations
 

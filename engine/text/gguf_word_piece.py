@@ -1,7 +1,6 @@
 """Build BERT's WordPiece tokenizer from a GGUF file's metadata.
 
 Invariant: ids equal the file's.
-Never: reads a file.
 """
 
 from __future__ import annotations

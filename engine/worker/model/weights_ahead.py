@@ -3,7 +3,6 @@
 The weights are mapped, and the kernel's page cache is the buffer, which all workers share. Left to
 itself it would keep nothing: what is used longest ago is what the next step needs first.
 Invariant: besides the units that stay, the memory holds one that is computed and one that is read.
-Never: chooses how much stays on disk.
 """
 
 from __future__ import annotations
