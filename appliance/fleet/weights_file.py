@@ -20,7 +20,7 @@ from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.fleet.file_identity import about_file
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import PanelsLayout, WeightsLayout

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from appliance.configuration.config import ServeConfig
 from appliance.configuration.setting_kinds import MIN_BYTES, size_setting
+from appliance.configuration.settings import ServeConfig
 from appliance.fleet.placement import Placement
 from appliance.fleet.weights_file import check_room, folder_of, identity_of
 from appliance.fleet.weights_plan import WeightsPlan

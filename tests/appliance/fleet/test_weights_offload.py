@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from appliance.devices.inventory import Node
 from appliance.fleet import weights_file
 from appliance.fleet.placement import place
@@ -128,7 +128,7 @@ def test_mapped_weights_need_no_second_file(shared, monkeypatch):
 
 
 def test_on_gpus_the_setting_is_refused_and_auto_changes_nothing(checkpoint, tmp_path):
-    config = ServeConfig(tmp_path / "socket", tmp_path / "state")
+    config = ServeConfig(socket=tmp_path / "socket", state_dir=tmp_path / "state")
     inventory = machines()["2xh100-nvlink"].read(tmp_path / "machine")
     placement = placed_by(checkpoint, inventory).placement
     weights = plan_weights(checkpoint, "bfloat16", config, placement)
