@@ -32,7 +32,7 @@ def shared(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(weights_file.shutil, "disk_usage", lambda _: Disk)
 
     def share(memory_bytes, *, dtype="bfloat16", **settings):
-        config = ServeConfig(tmp_path / "socket", tmp_path / "state", **settings)
+        config = ServeConfig(socket=tmp_path / "socket", state_dir=tmp_path / "state", **settings)
         placement = place(
             checkpoint,
             kv_dtype=dtype,
