@@ -1,4 +1,4 @@
-"""Place sequences: those that hold blocks first, then the others by owners' turns.
+"""Place sequences with blocks first, then waiting sequences by owners' turns.
 
 Invariant: no sequence that holds blocks waits behind one that holds none, and none of an owner's
 passes one of its own that was preempted; what is taken is taken in all pools of a sequence's
@@ -65,13 +65,13 @@ class Dispatcher:
             self._arrive(sequence, now_ns)
         for sequence in list(self._sequences.resuming.values()):
             self._resume(sequence, now_ns)
-        self.grow(now_ns)  # sequences at workers come before those that wait
+        self.grow(now_ns)  # running sequences get blocks before waiting ones
         self._queue.served(bool(self._roles.ready_workers), now_ns)
         most = MAX_RUNNING_SEQUENCES * len(self._topology.playing(DECODE))
         over = self._allocator.begin_turns(most)
         if (self._sequences.paused or self._queue) and self._roles.ready_workers:
             self._dispatch_queue(over, most, now_ns)
-        self.grow(now_ns)  # those placed just now, and from blocks that are promised no more
+        self.grow(now_ns)  # new ones, too, and no block is promised any more
         self._copies.pump(self._roles.ready_workers, self._send)
         self._roles.move_cores(self._sequences.held())
 

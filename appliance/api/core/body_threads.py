@@ -11,7 +11,7 @@ from appliance.api.core.fair_threads import Turns
 MAX_INLINE_BYTES = 2 << 10
 """Larger bodies are decoded in a thread: of these no field takes a millisecond."""
 MAX_SMALL_BYTES = 16 << 10
-"""Larger bodies have threads of their own, so that small ones do not wait for them."""
+"""Larger bodies have threads of their own: small ones do not wait."""
 NUM_THREADS = 2
 """Threads for small bodies, and as many for large ones."""
 MAX_SMALL_WAITING = 1024

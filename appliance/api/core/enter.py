@@ -90,7 +90,7 @@ async def enter_model(http: HttpRequest, endpoint: Endpoint) -> AsyncIterator[En
 
 
 async def _body(http: HttpRequest, replayed: Replayed) -> bytes:
-    """Read the body of a peer who may generate."""
+    """Read the body, if its peer may generate."""
     require(http, Role.USER)
     body = await http.body()
     arrival_of(http).has_body(replayed)

@@ -345,7 +345,9 @@ def test_a_dtype_that_cores_have_no_kernels_for_is_not_mixed(
     machine = inventory_of("rtx4090")
     turing = replace(machine, gpus=(replace(machine.gpus[0], capability=(7, 5)),))
     config = ServeConfig(
-        Path("socket"), Path("state"), place=parse_place("prefill=cuda:0 decode=0-3")
+        socket=Path("socket"),
+        state_dir=Path("state"),
+        place=parse_place("prefill=cuda:0 decode=0-3"),
     )
     with pytest.raises(ConfigError, match="one dtype") as refused:
         Placer(config, models["1b"], turing, TORCH, MACHINE).place()
@@ -358,7 +360,9 @@ def test_blocks_suit_the_attention_of_every_gpu(
     machine = inventory_of("2xh100-nvlink")
     old = replace(machine, gpus=(machine.gpus[0], replace(machine.gpus[1], capability=(7, 5))))
     config = ServeConfig(
-        Path("socket"), Path("state"), place=parse_place("prefill=cuda:0 decode=cuda:1")
+        socket=Path("socket"),
+        state_dir=Path("state"),
+        place=parse_place("prefill=cuda:0 decode=cuda:1"),
     )
     placer = Placer(config, models["1b"], old, TORCH, Machine((2, 11), {}))
     assert placer.place("bfloat16").placement.block_size == 256
