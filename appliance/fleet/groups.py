@@ -1,12 +1,11 @@
 """Refuse workers of several processes that a model or the settings do not allow.
 
 Invariant: what a group cannot do is refused before anything is loaded, with what would do.
-Never: places a worker.
 """
 
 from __future__ import annotations
 
-from appliance.configuration.config import ServeConfig
+from appliance.configuration.settings import ServeConfig
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.shards import num_shards, why_no_shards
 from engine.checkpoint.weights_layout import AS_STORED

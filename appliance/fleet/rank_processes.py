@@ -1,8 +1,6 @@
 """Make what a group's processes have in common, and find out when one of them ends.
 
-Owns: links and memory between the processes of a worker, until these have inherited them.
 Invariant: each life of a group begins with memory that is zero, and unused links.
-Never: starts or ends a process.
 """
 
 from __future__ import annotations

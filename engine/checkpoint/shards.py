@@ -4,9 +4,7 @@ A shard has some of each layer's heads, a part of its feed-forward or of every e
 rows of the output projection. What shards make of a token is added up, or lies side by side. How
 many there are depends on the model alone, so that every sum has the same parts in every group.
 
-Owns: the number of shards; which rows and columns of a tensor are whose; which models have none.
 Invariant: what is not cut belongs to all shards, but a bias behind a sum to the first alone.
-Never: reads tensor data, imports torch.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 The first process plans and draws. It sends the others what a step computes, tokens and tables, so
 that they know no sequence. Sums and logits meet in the memory of engine.worker.model.reduction.
 
-Owns: what a process of a group loads, and how much its steps share.
 Invariant: all compute the same steps in one order, each to its end, or to where the first one says.
-Never: plans, draws, chooses a block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Carry commands from a group's first process to another, and its reports back.
 
 Invariant: messages arrive whole and in order; the end of one process is found by the other.
-Never: interprets a message, imports torch.
 """
 
 from __future__ import annotations

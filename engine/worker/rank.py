@@ -3,7 +3,6 @@
 Started as `python -P -m engine.worker.rank --link-fd N --memory-fd N --cpus 0,1`; the rest comes
 with Setup, from the first process.
 Invariant: never outlives the daemon, nor the first process (the closed link).
-Never: knows a sequence.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Share memory with a group's other processes: parts of sums, logits, and when a step stops.
 
-Owns: where each part lies; the order of waits.
 Invariant: a sum has the parts of all shards, added in one order; parts of attention and of
 feed-forward lie apart and take turns, so that none is written again before all have read it.
-Never: chooses what is computed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Load some of a model's shards, and compute a layer's block or the logits by them.
 
-Owns: which part of the files a process reads.
 Invariant: a shard's products are the same whichever process computes them.
-Never: reads what belongs to other processes' shards.
 """
 
 from __future__ import annotations
