@@ -300,14 +300,13 @@ def make_plan(
     workers, fds = _setups(config, placed, placement, pools, arena, file)
     texts = load_texts(placed.text_models, has_gpu=any(w.gpu for w in placement.workers))
     workers = _with_texts(workers, texts, placement.topology.playing(PREFILL))
-    roles = "elastic" if config.roles == "auto" else config.roles
     return BootPlan(
         model_id,
         checkpoint,
         STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None,
         dtype,
         placement,
-        "colocated" if placement.topology.is_colocated else roles,
+        "colocated" if placement.topology.is_colocated else _roles(config),
         workers,
         pool_fds + fds,
         arena,
@@ -351,6 +350,12 @@ def _weights_file(config: ServeConfig, placed: PlacedModel) -> WeightsFile | Non
     except OSError as error:
         what = f"cannot keep weights here: {error.strerror}"
         raise ConfigError(what, where=str(folder), hint="choose another with --ssd-dir") from error
+
+
+def _roles(config: ServeConfig) -> str:
+    """Return the roles of two workers and more."""
+    usual = "elastic" if config.place.width == 1 else "static"  # a group lends no cores
+    return usual if config.roles == "auto" else config.roles
 
 
 def _product_variants(config: ServeConfig, checkpoint: Checkpoint, weights: WeightsPlan) -> str:

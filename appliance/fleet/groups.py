@@ -36,6 +36,9 @@ def check_group(checkpoint: Checkpoint, dtype: str, config: ServeConfig) -> None
             where="place",
             hint=f"a worker of this model has {' or '.join(able)} processes",
         )
+    if config.roles == "elastic":
+        what = "workers of several processes lend each other no cores"
+        raise ConfigError(what, where="roles", hint="--roles static, or leave it out")
     if dtype == "float16":
         what = "a worker of several processes has no kernels for float16"
         raise ConfigError(what, where="dtype", hint="--dtype auto")

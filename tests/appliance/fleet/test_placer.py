@@ -451,6 +451,7 @@ def test_a_worker_of_several_processes_has_cores_for_each(
         ({"place": "prefill=0+1 decode=1+2"}, "place", "share a core"),
         ({"place": "prefill=0+1 decode=2+999"}, "place", "core 999"),
         ({"kv_dtype": "int8"}, "kv_dtype", "int8"),
+        ({"roles": "elastic"}, "roles", "lend"),
         ({"weights": "q8"}, "weights", "quantises"),
         ({"offload_weights": 1 << 30}, "offload_weights", "on disk"),
     ],
