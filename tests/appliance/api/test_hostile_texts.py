@@ -112,9 +112,9 @@ async def test_a_body_is_decoded_on_the_loop_only_if_it_is_short(tmp_path, monke
     threads = []
     endpoint = endpoints.ENDPOINTS[path]
 
-    def decode(fields, http):
+    def decode(*body):
         threads.append(threading.current_thread())
-        return endpoint.decode(fields, http)
+        return endpoint.decode(*body)
 
     spy = dataclasses.replace(endpoint, decode=decode)
     monkeypatch.setitem(endpoints.ENDPOINTS, path, spy)
