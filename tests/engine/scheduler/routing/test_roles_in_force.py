@@ -295,7 +295,7 @@ def test_a_forecast_that_is_far_off_closes_its_way_until_steps_of_its_size_are_m
     choice = learned.route(first)
     assert choice.pair == DECODE
     learned.roles.placed(first, choice, int(learned.now_s * 1e9))
-    learned.move_cores(sequence("decode", Phase.PREFILLING))
+    learned.settle(sequence("decode", Phase.PREFILLING))
     for computed in (50, 100, 150, 200):
         end_ns = int(learned.now_s * 1e9)
         token_ids = [7] if computed == 200 else []
