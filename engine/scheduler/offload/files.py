@@ -1,4 +1,4 @@
-"""Define the files of an SSD cache: the format of a block, and finding and deleting files.
+"""Find, survey, lock and delete the files of an SSD cache.
 
 Invariant: a survey reads sealed headers; it takes no lock and changes nothing.
 """
