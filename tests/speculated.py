@@ -24,6 +24,7 @@ import torch
 from appliance.api.core.stream import OpenReply
 from appliance.api.openai.ask import completion_ask
 from appliance.daemon.requests.request import ModelInfo, Peer, Request, TokensEmitted
+from appliance.daemon.survival.journal import anew
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import AS_STORED, panels_layout, weights_layout
 from engine.kernels.cpu import load_kernels
@@ -107,7 +108,7 @@ class Reply:
         self._sequence = Sequence(1, "cmpl-1", 0, prompt, spec, stamps)
         request = Request("cmpl-1", "/v1/completions", "m", Peer(), True, "", [self._sequence])
         asked = completion_ask({"prompt": prompt, "stop": stop}, self.model, 1)
-        self._reply = OpenReply(self, request, asked)
+        self._reply = OpenReply(self, request, asked, anew)
         self.text = ""
         self.num_kept: int | None = None
         """Tokens up to the stop string; None: it has not come."""

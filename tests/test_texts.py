@@ -83,8 +83,8 @@ class Workers:
 def config(tmp_path, tiny_llama, folders):
     return partial(
         ServeConfig,
-        tmp_path / "p.sock",
-        tmp_path / "state",
+        socket=tmp_path / "p.sock",
+        state_dir=tmp_path / "state",
         model=tiny_llama,
         roles="static",
         dtype="float32",

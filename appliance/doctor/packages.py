@@ -25,7 +25,8 @@ def packages(*, has_gpus: bool) -> Finding:
     about = ", ".join(versions)
     if others := sharing():
         about += f"; {', '.join(others)} installs files in folders of ours"
-        return Finding("packages", "note", about, "install penstock into an environment of its own")
+        hint = "give it an environment of its own: docs/install.md"
+        return Finding("packages", "note", about, hint)
     if not has_gpus and (unused := cuda_bytes()) >= _MIN_BYTES:
         about += f"; no GPU is found, and CUDA's libraries take {size_text(unused)}"
         hint = f"to save that, install into a new environment with --extra-index-url {CPU_INDEX}"

@@ -27,6 +27,7 @@ from appliance.api.core.tools import Tools
 from appliance.api.formats.format_choice import THOUGHTS, OutputFormat
 from appliance.api.formats.tool_format import FORMATS
 from appliance.bench.reply_events import ReceivedReply, ReplyReader
+from appliance.daemon.survival.journal import anew
 from appliance.daemon.survival.open_requests import OpenRequests
 from appliance.hub.names import STARTER_FOLDER
 from appliance.observe.frame.protocol import Frame
@@ -456,7 +457,7 @@ def _output_parsers() -> Parser:
         number = data[0] if data else 0
         marks = thoughts[number // len(names) % len(thoughts)]
         known = OutputFormat(FORMATS[names[number % len(names)]], marks)
-        parser = OutputParser(known, tools, is_reasoning=number % 2 == 1)
+        parser = OutputParser(known, tools, anew, is_reasoning=number % 2 == 1)
         text, rng = data[1:].decode(errors="replace"), Random(data)
         while text:
             size = rng.randint(1, 1 + len(text) // 3)
