@@ -510,15 +510,11 @@ class Supervisor:
         """Wait for the process to end after its channel has, and tell the daemon.
 
         Until it ends, a copy that it began may still write another worker's blocks, so its commands
-        stay open. A process can take long to end: a thread waits for it, not the loop.
+        stay open.
         """
         assert worker.process is not None
         was_ready = worker.state == "ready"
-        try:
-            code = await asyncio.to_thread(worker.process.wait, EXIT_GRACE_S)
-        except subprocess.TimeoutExpired:
-            worker.process.kill()  # it cannot be heard any more
-            code = await asyncio.to_thread(worker.process.wait)
+        code = await _ended(worker.process, EXIT_GRACE_S)  # later it cannot be heard any more
         for process in worker.others:
             await _ended(process, 0.0)
         worker.state = "restarting"
@@ -543,13 +539,16 @@ class Supervisor:
         )
 
 
-async def _ended(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Wait for a process to end; kill it when the time is over. A thread waits, not the loop."""
+async def _ended(process: subprocess.Popen[bytes], grace_s: float) -> int:
+    """Wait for a process's exit code; kill it when the time is over.
+
+    It can take long even then: a thread waits, not the loop.
+    """
     try:
-        await asyncio.to_thread(process.wait, grace_s)
+        return await asyncio.to_thread(process.wait, grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        await asyncio.to_thread(process.wait)
+        return await asyncio.to_thread(process.wait)
 
 
 def _opened(command: list[str], fds: list[int], env: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -67,11 +67,15 @@ class _Sizes(NamedTuple):
     """Memory for weights and KV."""
     num_workers: int
 
+    @property
+    def ahead(self) -> int:
+        """Bytes of layers that all workers together read ahead."""
+        return UNITS_AHEAD * max(self.units) * self.num_workers
+
     def held_with(self, num_bytes: int) -> tuple[int, int]:
         """Return what stays on disk if `num_bytes` should, and what memory then holds."""
         on_disk = sum(self.units[unit] for unit in units_on_disk(self.units, num_bytes))
-        ahead = UNITS_AHEAD * max(self.units) * self.num_workers
-        return on_disk, min(self.total - on_disk + ahead, self.total)
+        return on_disk, min(self.total - on_disk + self.ahead, self.total)
 
 
 def share_memory(
@@ -106,8 +110,7 @@ def share_memory(
     missing = sizes.total + sizes.least_kv - sizes.room
     if missing <= 0:
         return MemoryShares(None, _kv_left(sizes, sizes.total))
-    ahead = UNITS_AHEAD * max(sizes.units) * sizes.num_workers
-    wanted = min(sizes.total + sizes.kv - sizes.room + ahead, sum(sizes.units))
+    wanted = min(sizes.total + sizes.kv - sizes.room + sizes.ahead, sum(sizes.units))
     try:
         return _shares(config, checkpoint, dtype, weights, sizes, wanted)
     except ConfigError:
