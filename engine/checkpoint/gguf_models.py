@@ -23,7 +23,7 @@ _MAX_LAYERS = 4096
 
 _More = Callable[[GgufModel, dict[str, Any]], dict[str, Any]]
 
-_KEYS = {
+SHAPE_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
@@ -33,6 +33,9 @@ _KEYS = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
+}
+"""GGUF's key after the architecture's name, by config.json's, of all models, vectors' too."""
+_KEYS = SHAPE_KEYS | {
     "rope_local_base_freq": "rope.freq_base_swa",
     "sliding_window": "attention.sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",

@@ -8,24 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from engine.checkpoint.gguf import GgufModel
+from engine.checkpoint.gguf_models import SHAPE_KEYS
 from engine.checkpoint.tensor_info import TensorInfo
 from engine.checkpoint.text_families import TextFamily
 
 _ARCHITECTURES = {"bert": "BertModel", "nomic-bert": "NomicBertModel", "qwen3": "Qwen3Model"}
 """The format's name, and config.json's."""
-_KEYS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-    "layer_norm_eps": "attention.layer_norm_epsilon",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-}
-"""GGUF's key after the architecture's name, by config.json's key."""
+_KEYS = SHAPE_KEYS | {"layer_norm_eps": "attention.layer_norm_epsilon"}
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
 _OUTER = {
     "embeddings.word_embeddings": "token_embd",
