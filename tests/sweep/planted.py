@@ -131,8 +131,8 @@ BUGS = {
     ),
     "a dead worker's last messages are dropped": Bug(
         "appliance/fleet/supervisor.py",
-        '        was_ready = worker.state == "ready"\n        try:\n',
-        "        was_ready = False\n        try:\n",
+        '        was_ready = worker.state == "ready"\n',
+        "        was_ready = False\n",
         ("alias",),
     ),
     "a hung worker is left alone": Bug(
