@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -82,8 +83,11 @@ async def enter_model(http: HttpRequest, endpoint: Endpoint) -> AsyncIterator[En
     with held:
         try:
             body = await _body(http, replayed)
-            _check_room(http, body, journal)
-            with threads_for(http, body).turn(http) as turn:
+            check = partial(_check_room, http, body, journal)
+            check()
+            if journal is not None and journal.is_replay:
+                journal.take_up(appliance_of(http).model.model_id)
+            with threads_for(http, body).turn(http, check) as turn:
                 yield Entry(http, endpoint, body, journal, replayed, turn)
         except RequestError as error:
             raise endpoint.refusal(error) from error
@@ -101,9 +105,7 @@ def _check_room(http: HttpRequest, body: bytes, journal: Journal | None) -> None
     """Refuse a body that nothing has room for; a dead daemon's request has had its place."""
     appliance = appliance_of(http)
     appliance.check_available()
-    if journal is not None and journal.is_replay:
-        journal.take_up(appliance.model.model_id)
-    else:
+    if journal is None or not journal.is_replay:
         appliance.check_room(arrival_of(http).peer.name, len(body))
 
 

@@ -66,9 +66,13 @@ class Turns:
         with self.turn(http) as turn:
             return await turn.run(work)
 
-    def turn(self, http: HttpRequest) -> Turn:
-        """Make a turn for several pieces of work of one request."""
-        return Turn(self, http)
+    def turn(self, http: HttpRequest, check: Callable[[], None] = lambda: None) -> Turn:
+        """Make a turn for several pieces of work of one request.
+
+        Args:
+            check: raises if the request, having waited, is not to be worked on any more.
+        """
+        return Turn(self, http, check)
 
     async def wait(self, http: HttpRequest) -> Executor:
         """Wait until a thread is this client's."""
@@ -142,8 +146,8 @@ class Turns:
 class Turn(AbstractContextManager["Turn"]):
     """A thread for one request: waited for at its first piece of work, and kept until the end."""
 
-    def __init__(self, turns: Turns, http: HttpRequest) -> None:
-        self._turns, self._http = turns, http
+    def __init__(self, turns: Turns, http: HttpRequest, check: Callable[[], None]) -> None:
+        self._turns, self._http, self._check = turns, http, check
         self._threads: Executor | None = None
         self._began_s = 0.0
         self._job: asyncio.Future[Any] | None = None
@@ -159,6 +163,7 @@ class Turn(AbstractContextManager["Turn"]):
         if self._threads is None:
             self._threads = await self._turns.wait(self._http)
             self._began_s = time.monotonic()
+            self._check()
         job = asyncio.get_running_loop().run_in_executor(self._threads, work)
         self._job = job
         return await asyncio.shield(job)

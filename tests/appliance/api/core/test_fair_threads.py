@@ -169,6 +169,22 @@ async def test_a_turn_keeps_its_thread_for_the_next_piece_of_work(desk: Desk) ->
     assert await waiting == "b1"
 
 
+async def test_a_turn_that_is_refused_when_it_comes_begins_nothing(desk: Desk) -> None:
+    begun: list[str] = []
+
+    def refuse() -> None:
+        raise QueueFull("nothing waits any more", code="queue_full", retry_after_ms=1)
+
+    with (
+        pytest.raises(QueueFull),
+        desk.turns.turn(Client("a").http, refuse) as turn,
+    ):
+        await turn.run(lambda: begun.append("a1"))
+    waiting = await desk.ask("b1")
+    desk.go("b1")
+    assert (await waiting, begun) == ("b1", [])
+
+
 async def test_work_is_done_where_no_thread_can_be_started(monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
