@@ -22,6 +22,7 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -101,6 +102,7 @@ class Arm:
             self.process.send_signal(signal.SIGTERM)
             time.sleep(0.5)
         self.process.wait(30)
+        shutil.rmtree(self.folder)
 
 
 async def get(arm: Arm, path: str, patience_s: float = 5.0) -> tuple[int | None, bytes, float]:
