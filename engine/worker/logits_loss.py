@@ -17,8 +17,8 @@ from engine.checkpoint.weights_layout import arena_layout
 from engine.text.read_models import read_tokenizer
 from engine.wire.messages import LogitsLoss
 from engine.worker.kv_pool import TORCH_DTYPES, block_shape
-from engine.worker.model.attention import WindowTables
-from engine.worker.model.transformer import StepBatch, Transformer
+from engine.worker.model.attention import StepBatch, WindowTables
+from engine.worker.model.transformer import Transformer
 from engine.worker.model.weight import Weight
 from engine.worker.model.weights import Progress, convert_weights, layout_views, load_weights
 

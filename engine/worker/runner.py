@@ -22,12 +22,12 @@ from engine.wire.sampling import TokenLogprob
 from engine.worker.device import Device
 from engine.worker.grammars import Grammars, Mask, Masks
 from engine.worker.graphs import DecodeGraphs
-from engine.worker.model.attention import WindowTables
+from engine.worker.model.attention import StepBatch, WindowTables
 from engine.worker.model.draw_rows import RowDraw
 from engine.worker.model.logit_rules import is_adjusted, rules_of
 from engine.worker.model.records import RecordBlocks, record_rows
 from engine.worker.model.sampler import NO_DRAW, NO_TOKEN, is_plain
-from engine.worker.model.transformer import StepBatch, Transformer
+from engine.worker.model.transformer import Transformer
 from engine.worker.worker_request import WorkerRequest, draws_of
 
 _NUMBERS_PATIENCE_S = 2.0
