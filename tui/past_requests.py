@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from appliance.observe.frame.protocol import Frame, RequestFrame, computed_at_end
+from appliance.observe.frame.logged_requests import ended_frame, of_all
+from appliance.observe.frame.protocol import Frame, RequestFrame
 
 _STAGES = (
     ("tokenize_ms", "t_tokenized_us"),
@@ -27,23 +28,10 @@ _FOLLOWS = (
     ("t_decode_started_us", "decode_ms"),
 )
 """Stamps in order, each with the stage that begins there by default."""
-_KEPT = (
+_KEPT = (  # an older row may lack some
     "endpoint", "model", "user", "num_sequences", "prompt_tokens", "cached_tokens", "received_at",
     "restored_tokens", "client", "waited_for",
 )  # fmt: skip
-_KEPT_OF_ENDED = (
-    "finish_reason", "error", "transport", "handoff_bytes", "route", "route_reason",
-    "restore_reason", "workers", "links", "changes", "cache_miss",
-    "speculation", "prefill_j", "decode_j", "cancelled_by",
-)  # fmt: skip
-
-_ADDED = {
-    "preemptions": 0, "paused_us": None, "cached_tokens": None,
-    "restored_us": None, "restored_tokens": 0, "restore_reason": None,
-    "workers": None, "links": None, "changes": None, "cache_miss": None,
-    "speculation": None, "client": None, "waited_for": None,
-}  # fmt: skip
-"""Columns missing in recordings of earlier releases, with their defaults."""
 
 
 class PastRequest(RequestFrame):
@@ -60,7 +48,7 @@ def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastReque
         age_ms: the time since its arrival.
         frame: of that moment, for its workers and pools.
     """
-    row = {**_ADDED, **row}
+    row = dict(row)
     now_us = age_ms * 1000
     phase = _phase(row, now_us)
     transport = row["transport"] if _is_past(row, "t_attached_us", now_us) else None
@@ -73,7 +61,7 @@ def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastReque
         stream=bool(row["stream"]),
         computed_tokens=_computed_tokens(row, now_us, output_tokens),
         output_tokens=None if row["max_tokens"] is None else output_tokens,
-        max_tokens=_max_tokens(row),
+        max_tokens=of_all(row["max_tokens"], row["num_sequences"]),
         num_blocks=_num_blocks(row, output_tokens, frame) if has_blocks else 0,
         worker=None if phase == "queued" else _worker(row, phase, frame),
         transport=transport,
@@ -82,14 +70,14 @@ def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastReque
         route=route,
         route_reason=row["route_reason"] if route else None,
         is_estimated=phase != "queued",
-        **{name: row[name] for name in _KEPT},
+        **{name: row[name] for name in _KEPT if name in row},
         **_with_restore(_stages(row, now_us), row),
     )
 
 
 def ended(row: Mapping[str, Any]) -> RequestFrame:
     """Rebuild a row's request at its end, like the log's own view."""
-    row = {**_ADDED, **row}
+    row = dict(row)
     cut = _stages(row, math.inf)
     finished_us = row["t_finished_us"]
     if finished_us is not None:
@@ -99,29 +87,16 @@ def ended(row: Mapping[str, Any]) -> RequestFrame:
                 stage, begun_us = follows, row[stamp]
         cut[stage] = (finished_us - begun_us) / 1000  # the stage that it was in took until then
         cut["e2e_ms"] = finished_us / 1000
-        if (paused_us := row["paused_us"]) is not None and "decode_ms" in cut:
+        if (paused_us := row.get("paused_us")) is not None and "decode_ms" in cut:
             cut["paused_ms"] = min(paused_us / 1000, cut["decode_ms"])
             cut["decode_ms"] -= cut["paused_ms"]
-    num_output, num_timed = row["completion_tokens"], row["num_timed_tokens"] or 0
+    num_timed = row["num_timed_tokens"] or 0
     if num_timed >= 2 and row["t_last_token_us"] is not None:
         spread_us = row["t_last_token_us"] - row["t_first_token_us"]
         cut["tpot_ms"] = spread_us / 1000 / (num_timed - 1)
-    return RequestFrame(
-        id=row["rid"],
-        phase="finished",
-        stream=bool(row["stream"]),
-        computed_tokens=computed_at_end(row["prompt_tokens"], num_output),
-        output_tokens=num_output,
-        max_tokens=_max_tokens(row),
-        num_blocks=0,
-        worker=None
-        if row["route"] == "move"
-        else row["route"],  # two workers, which the row does not name
-        age_ms=(finished_us or 0) / 1000,
-        preemptions=row["preemptions"],
-        **{name: row[name] for name in (*_KEPT, *_KEPT_OF_ENDED)},
-        **_with_restore(cut, row),
-    )
+    # a row that moved does not name its two workers
+    worker = None if row["route"] == "move" else row["route"]
+    return ended_frame({**row, **_with_restore(cut, row), "id": row["rid"]}, worker)
 
 
 def _is_past(row: Mapping[str, Any], stamp: str, now_us: float) -> bool:
@@ -158,15 +133,10 @@ def _stages(row: Mapping[str, Any], now_us: float) -> dict[str, Any]:
 
 def _with_restore(cut: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
     """Subtract the restore time from the completed queue stage."""
-    if (restored_us := row["restored_us"]) is not None and "queue_ms" in cut:
+    if (restored_us := row.get("restored_us")) is not None and "queue_ms" in cut:
         cut["restore_ms"] = min(restored_us / 1000, cut["queue_ms"])
         cut["queue_ms"] -= cut["restore_ms"]
     return cut
-
-
-def _max_tokens(row: Mapping[str, Any]) -> int | None:
-    """Count what all sequences may output; None: vectors or scores were asked for."""
-    return None if row["max_tokens"] is None else int(row["max_tokens"]) * int(row["num_sequences"])
 
 
 def _output_tokens(row: Mapping[str, Any], now_us: float) -> int:

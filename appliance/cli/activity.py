@@ -138,7 +138,7 @@ def request_from_file(
     path = log_file(client, state_dir, error)
     import msgspec
 
-    from appliance.daemon.requests.row import frame_of_row
+    from appliance.observe.frame.logged_requests import ended_frame
     from appliance.observe.log.query import RowQuery
     from appliance.observe.log.reader import read_row, read_rows
 
@@ -146,7 +146,7 @@ def request_from_file(
         row = read_row(path, request_id)
         if row is None:
             raise ReplyError("no such request in the log", status=404, code="request_not_found")
-        return dict(msgspec.to_builtins(frame_of_row(row)))
+        return dict(msgspec.to_builtins(ended_frame(row)))
 
     def ids() -> list[str]:
         newest = read_rows(path, RowQuery(limit=short_ids.SEARCHED_ROWS))

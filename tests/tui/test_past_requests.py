@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.daemon.requests.row import LogRow, frame_of_row
+from appliance.daemon.requests.row import LogRow
 from appliance.observe.frame.latency import stages
+from appliance.observe.frame.logged_requests import ended_frame
 from engine.scheduler.sequences.sequence import Stamps
 from tests.appliance.logs import US, request, sequence
 from tests.recordings import request_row, write_log
@@ -164,7 +165,7 @@ def test_a_request_that_is_over_has_the_stages_that_the_log_gives_it(tmp_path: P
             told["id"] = told.pop("rid")
             stored = db.execute("SELECT * FROM requests WHERE rid = ?", (one.rid,)).fetchone()
             shown = msgspec.to_builtins(ended(stored))
-            wanted = msgspec.to_builtins(frame_of_row(told))
+            wanted = msgspec.to_builtins(ended_frame(told))
             assert {name: shown[name] for name in MEASURED} == pytest.approx(
                 {name: wanted[name] for name in MEASURED}
             )

@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 import msgspec
 
 from appliance.api.core.appliance import Readings
-from appliance.daemon.requests.row import frame_of_row
 from appliance.daemon.requests.text_encoder import TextEncoder
 from appliance.daemon.survival.keeper_channel import notify
 from appliance.hub.cache import download_text, hub_cache
 from appliance.hub.names import HubName
 from appliance.json.lines import encode_line
 from appliance.observe.frame.histograms import Histograms
+from appliance.observe.frame.logged_requests import ended_frame
 from appliance.observe.frame.protocol import (
     FRAME_VERSION,
     EventFrame,
@@ -165,7 +165,7 @@ class Fetching:
     def logged_frame(self, request_id: str) -> dict[str, object] | None:
         """Read a finished request of an earlier run from the log; blocks."""
         row = self._log.row(request_id)
-        return None if row is None else msgspec.to_builtins(frame_of_row(row))
+        return None if row is None else msgspec.to_builtins(ended_frame(row))
 
     def frame_json(self) -> bytes:
         """Encode a frame with the download's progress."""

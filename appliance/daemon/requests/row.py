@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from dataclasses import fields
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from appliance.daemon.requests.request import Peer, Request
 from appliance.daemon.requests.text_request import TextRequest
 from appliance.observe.frame.latency import in_order
-from appliance.observe.frame.protocol import RequestFrame, computed_at_end
+from appliance.observe.frame.logged_requests import of_all
+from appliance.observe.frame.protocol import RequestFrame
 from engine.scheduler.sequences.sequence import Sequence
 from engine.wire.finish_reason import FinishReason
 
@@ -215,6 +216,7 @@ def kept_frame(row: LogRow, num_tokens: int | None, now: float) -> RequestFrame:
         "transport": None,
         "finish_reason": None,
         "error": None,
+        "max_tokens": of_all(row.max_tokens, row.num_sequences),
         "handoff_bytes": None,
         "recoveries": row.recoveries + row.num_sequences,
     }
@@ -251,21 +253,6 @@ class RefusalRow(NamedTuple):
     status: int
     code: str
     number: int
-
-
-def frame_of_row(row: dict[str, Any]) -> RequestFrame:
-    """Turn a row into the form in which live requests are shown."""
-    same = {name: row[name] for name in RequestFrame.__struct_fields__ if name in row}
-    num_output = row["completion_tokens"]
-    return RequestFrame(
-        phase="finished",
-        computed_tokens=computed_at_end(row["prompt_tokens"], num_output),
-        output_tokens=num_output,
-        num_blocks=0,
-        worker=None,
-        age_ms=row["e2e_ms"] or 0.0,
-        **same,
-    )
 
 
 def _worst(sequences: list[Sequence]) -> str | None:

@@ -26,7 +26,7 @@ from appliance.daemon.requests.request import (
     Request,
     TokensEmitted,
 )
-from appliance.daemon.requests.row import LogRow, frame_of_row
+from appliance.daemon.requests.row import LogRow
 from appliance.daemon.requests.text_encoder import TextEncoder
 from appliance.daemon.requests.text_request import TextRequest
 from appliance.daemon.serving.closed_requests import ClosedRequests
@@ -45,6 +45,7 @@ from appliance.fleet.text_models import GPU_STEP_TOKENS, STEP_TOKENS, TextWorker
 from appliance.json.lines import encode_line
 from appliance.observe.frame.figures import things
 from appliance.observe.frame.late_frames import SurvivedFrame
+from appliance.observe.frame.logged_requests import ended_frame
 from appliance.observe.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
 from appliance.observe.log.query import UsageQuery
 from appliance.observe.log.writer import RequestLog
@@ -357,7 +358,7 @@ class Service:
     def logged_frame(self, request_id: str) -> dict[str, object] | None:
         """Read a finished request from the log by id; blocks."""
         row = self._log.row(request_id)
-        return None if row is None else msgspec.to_builtins(frame_of_row(row))
+        return None if row is None else msgspec.to_builtins(ended_frame(row))
 
     def frame_json(self) -> bytes:
         """Encode the current state; rates and readings come from the newest frame."""

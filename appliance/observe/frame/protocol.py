@@ -104,11 +104,6 @@ def iso_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat("T", "milliseconds")[:-6] + "Z"
 
 
-def computed_at_end(num_prompt: int, num_output: int | None) -> int | None:
-    """Count the tokens computed at a request's end, all but the last output; None: unknown."""
-    return None if num_output is None else num_prompt + max(num_output - 1, 0)
-
-
 class RequestFrame(msgspec.Struct):
     """One request: live, or finished recently."""
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.daemon.requests.row import LogRow, frame_of_row
+from appliance.daemon.requests.row import LogRow
 from appliance.daemon.survival import open_requests
 from appliance.daemon.survival.open_requests import CUT, OpenRequests
+from appliance.observe.frame.logged_requests import ended_frame
 from appliance.observe.frame.request_facts import request_facts
 from appliance.observe.log.query import RowQuery
 from tests.appliance.logs import query, request, rids, row, run_python, start
@@ -44,7 +45,7 @@ def test_requests_cut_by_a_kill_get_one_row_each_and_are_told(path: Path) -> Non
     for rid in ("cmpl-0", "cmpl-3", "cmpl-4"):
         assert (found[rid]["finish_reason"], found[rid]["error"]) == ("error", CUT)
         assert found[rid]["completion_tokens"] is None  # nobody knows what its client got
-        assert request_facts(msgspec.to_builtins(frame_of_row(found[rid])))["out"] == "- of 10 tok"
+        assert request_facts(msgspec.to_builtins(ended_frame(found[rid])))["out"] == "- of 10 tok"
     assert found["cmpl-0"]["http_status"] == 200  # the head of its stream was out
     assert found["cmpl-4"]["http_status"] == 500
     log.end_run("clean")
