@@ -7,6 +7,8 @@ takes, a grammar that cannot be compiled, a text that is not the JSON it must be
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from appliance.api.anthropic.fields import ClientTool, CountTokensRequest, MessagesRequest, Turn
@@ -50,6 +52,7 @@ from appliance.api.tokenize import (
     TokenizePrompt,
 )
 from appliance.configuration.settings import ROLES
+from appliance.daemon.requests.row import LogRow
 from appliance.observe.frame.protocol import Frame
 from appliance.observe.frame.request_facts import STAGES
 
@@ -372,26 +375,24 @@ _REPLIES: Json = {
     ),
 }
 
-_TEXT_OR_NULL, _MS, _WHOLE = nullable(STRING), nullable(NUMBER), nullable(INTEGER)
-_JOULES = nullable(NUMBER)
+_TEXT_OR_NULL, _NUMBER_OR_NULL, _WHOLE = nullable(STRING), nullable(NUMBER), nullable(INTEGER)
+_OF_TYPE = {
+    "str": STRING, "bool": BOOLEAN, "int": COUNT,
+    "str | None": _TEXT_OR_NULL, "int | None": _WHOLE, "float | None": _NUMBER_OR_NULL,
+}  # fmt: skip
+_NOT_SHOWN = re.compile(r"t_\w+_us|restored_us|paused_us|num_timed_tokens|rid|prompt")
+"""Columns of which the log shows stages, another name, or nothing."""
 _LOG: Json = {
     "LogRow": shape(
-        {"cursor": INTEGER, "id": STRING, "run_id": INTEGER, "stream": BOOLEAN, "user": STRING}
-        | dict.fromkeys(("received_at", "endpoint", "model"), STRING)
-        | dict.fromkeys(("prompt_tokens", "num_sequences"), COUNT)
-        | dict.fromkeys(("http_status", "recoveries", "preemptions", "restored_tokens"), COUNT)
-        | dict.fromkeys(("client_rid", "peer_user", "key_name", "transport"), _TEXT_OR_NULL)
-        | dict.fromkeys(("finish_reason", "error", "cancelled_by"), _TEXT_OR_NULL)
-        | dict.fromkeys(("route", "route_reason", "restore_reason"), _TEXT_OR_NULL)
-        | dict.fromkeys(("workers", "links", "changes", "cache_miss", "speculation"), _TEXT_OR_NULL)
-        | dict.fromkeys(("client", "waited_for"), _TEXT_OR_NULL)
-        | dict.fromkeys(("peer_uid", "peer_gid", "peer_pid", "max_tokens", "seed"), _WHOLE)
-        | dict.fromkeys(("handoff_bytes", "handoff_blocks", "cached_tokens"), _WHOLE)
-        | dict.fromkeys(("output_offset", "completion_tokens"), _WHOLE)
-        | dict.fromkeys(("temperature", "top_p"), _MS)
-        | dict.fromkeys((f"{stage}_ms" for stage in STAGES), _MS)
-        | dict.fromkeys(("ttft_ms", "first_itl_ms", "tpot_ms", "e2e_ms"), _MS)
-        | dict.fromkeys(("prefill_j", "decode_j"), _JOULES)
+        {"cursor": INTEGER, "id": STRING, "run_id": INTEGER, "user": STRING}
+        | {
+            name: _OF_TYPE[str(type_)]
+            for name, type_ in LogRow.__annotations__.items()
+            if not _NOT_SHOWN.fullmatch(name)
+        }
+        | dict.fromkeys(("handoff_bytes", "handoff_blocks"), _WHOLE)
+        | dict.fromkeys((f"{stage}_ms" for stage in STAGES), _NUMBER_OR_NULL)
+        | dict.fromkeys(("ttft_ms", "first_itl_ms", "tpot_ms", "e2e_ms"), _NUMBER_OR_NULL)
     ),
     "LogEvent": shape(
         {"cursor": INTEGER, "run_id": INTEGER, "actor": _TEXT_OR_NULL}
@@ -400,8 +401,8 @@ _LOG: Json = {
     "Usage": shape(
         dict.fromkeys(("requests", "errors", "prompt_tokens"), COUNT)
         | {"completion_tokens": _WHOLE}
-        | dict.fromkeys(("prefill_ms", "decode_ms"), _MS)
-        | dict.fromkeys(("prefill_j", "decode_j", "energy_j", "j_per_token"), _JOULES),
+        | dict.fromkeys(("prefill_ms", "decode_ms", "prefill_j", "decode_j"), _NUMBER_OR_NULL)
+        | dict.fromkeys(("energy_j", "j_per_token"), _NUMBER_OR_NULL),
         dict.fromkeys(("user", "model", "day"), STRING)
         | {"refused": COUNT, "refused_most": _TEXT_OR_NULL},
     ),
