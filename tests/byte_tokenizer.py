@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +83,18 @@ def _byte_symbols() -> Iterator[str]:
             unprintable += 1
 
 
+def head(special: Mapping[str, int]) -> dict[str, Any]:
+    """How a tokenizer.json begins that has these special tokens."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": i, "content": token, **plain, "special": True} for token, i in special.items()]
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+
+
 def _tokenizer() -> dict[str, Any]:
     ids = vocabulary()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": ids[token], "content": token, **plain, "special": True}
-            for token in SPECIAL_TOKENS
-        ],
+        **head({token: ids[token] for token in SPECIAL_TOKENS}),
         "normalizer": None,
         "pre_tokenizer": {**byte_level, "use_regex": True},
         "post_processor": None,

@@ -24,8 +24,8 @@ CHATML = (
 )
 
 
-def byte_level() -> Tokenizer:
-    """Like Llama 3 and Qwen: 256 bytes, some merges, special tokens at the end."""
+def byte_level(*marks: str) -> Tokenizer:
+    """Like Llama 3 and Qwen: 256 bytes, some merges, special tokens at the end, `marks` last."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("Ġw", "o")]
     merges += [("ð", "Ł"), ("ðŁ", "ĺ"), ("Ġ", "Ġ"), ("1", "2")]
@@ -43,6 +43,7 @@ def byte_level() -> Tokenizer:
     special = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>"]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A",
         pair="<|begin|> $A $B",

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.byte_tokenizer import head
+
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNK, CLS, SEP, MASK = range(5)
 _LETTERS = string.ascii_lowercase + string.digits + string.punctuation
@@ -33,15 +35,8 @@ def write_wordpiece(folder: Path, words: Sequence[str], *, is_cased: bool = Fals
 
 
 def _tokenizer(tokens: list[str], is_cased: bool) -> dict[str, Any]:
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": i, "content": token, **plain, "special": True}
-            for i, token in enumerate(SPECIAL_TOKENS)
-        ],
+        **head({token: i for i, token in enumerate(SPECIAL_TOKENS)}),
         "normalizer": {
             "type": "BertNormalizer",
             "clean_text": True,

@@ -15,6 +15,7 @@ starter model unless another is named.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,57 +73,90 @@ class Prompt:
         return None if self.max_itl_ms is None else self.max_itl_ms / self.usual_gap_ms
 
 
-class Chats:
-    """Two chats that ask one question after the other; the gaps of their tokens."""
+class Streams:
+    """Replies that follow each other, several at once, and the gaps of their tokens.
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._gaps: list[tuple[float, float]] = []
+    Args:
+        ask: the path and the body of a stream's request, by the numbers of both.
+    """
+
+    def __init__(
+        self, client: Client, count: int, ask: Callable[[int, int], tuple[str, dict[str, object]]]
+    ) -> None:
+        self._client, self._ask = client, ask
         self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._talk, args=(n,)) for n in range(2)]
+        self._last_s = dict.fromkeys(range(count), 0.0)
+        self._gaps: list[tuple[float, float]] = []
+        self._threads = [threading.Thread(target=self._stream, args=(n,)) for n in range(count)]
         for thread in self._threads:
             thread.start()
 
+    def wait(self) -> None:
+        """Return when all have begun."""
+        while not all(self._last_s.values()):
+            time.sleep(0.05)
+
+    def between(self, start_s: float, end_s: float) -> list[float]:
+        """Milliseconds of the gaps that ended in this time."""
+        return [gap_ms for ended_s, gap_ms in list(self._gaps) if start_s <= ended_s <= end_s]
+
+    def open_gaps(self, end_s: float) -> list[float]:
+        """Milliseconds of the gaps that have not ended."""
+        return [1e3 * (end_s - last_s) for last_s in self._last_s.values() if last_s]
+
     def end(self) -> None:
-        """Wait for both."""
+        """Hang up, and wait for all."""
         self._is_over.set()
         for thread in self._threads:
             thread.join()
 
-    def between(self, start_s: float, end_s: float) -> list[float]:
-        """Milliseconds of the gaps that ended in this time."""
-        return [
-            max_itl_ms for ended_s, max_itl_ms in list(self._gaps) if start_s <= ended_s <= end_s
-        ]
-
-    def _talk(self, number: int) -> None:
-        while not self._is_over.is_set():
-            last_s = None
-            with suppress(ClientError):  # the daemon may end first
-                for _ in _pieces(self._client, QUESTIONS[number % len(QUESTIONS)])[1]:
-                    now_s = time.perf_counter()
-                    if last_s is not None:
+    def _stream(self, number: int) -> None:
+        for turn in itertools.count():
+            path, body = self._ask(number, turn)
+            with suppress(ClientError), self._client.stream(path, body) as events:
+                for _ in filter(_text, events):
+                    if self._is_over.is_set():
+                        return
+                    now_s, last_s = time.perf_counter(), self._last_s[number]
+                    if last_s:
                         self._gaps.append((now_s, (now_s - last_s) * 1e3))
-                    last_s = now_s
-            number += 1
+                    self._last_s[number] = now_s
+            self._last_s[number] = 0.0  # between two replies nothing is waited for
+            if self._is_over.is_set():  # or the daemon has ended
+                return
+
+
+def chats(client: Client) -> Streams:
+    """Two chats that ask one question after the other."""
+
+    def ask(number: int, turn: int) -> tuple[str, dict[str, object]]:
+        return _CHAT, _chat(QUESTIONS[(number + turn) % len(QUESTIONS)])
+
+    return Streams(client, 2, ask)
+
+
+_CHAT = "/v1/chat/completions"
+
+
+def _chat(content: str) -> dict[str, object]:
+    messages = [{"role": "user", "content": content}]
+    return {"messages": messages, "temperature": 0, "max_tokens": 64, "stream": True}
+
+
+def _text(event: dict) -> str:
+    """An event's text, of a chat or a completion."""
+    choice = event["choices"][0] if event.get("choices") else {}
+    return choice.get("text") or choice.get("delta", {}).get("content") or ""
 
 
 def _pieces(client: Client, content: str) -> tuple[list[str], Iterator[str]]:
     """A streamed reply's id, once there is one, and its pieces."""
     found: list[str] = []
-    body = {
-        "messages": [{"role": "user", "content": content}],
-        "temperature": 0,
-        "max_tokens": 64,
-        "stream": True,
-    }
 
     def pieces() -> Iterator[str]:
-        with client.stream("/v1/chat/completions", body) as events:
+        with client.stream(_CHAT, _chat(content)) as events:
             found.append(str(events.request_id))
-            for event in events:
-                if event["choices"] and (piece := event["choices"][0]["delta"].get("content")):
-                    yield piece
+            yield from filter(None, map(_text, events))
 
     return found, pieces()
 
@@ -174,13 +208,11 @@ def one_daemon(
     questions = json.loads((_SAMPLE / "questions.json").read_text("utf-8"))
     prompts = []
     with daemon(tree[1], options, profile) as (client, start_s):
-        chats = Chats(client)
-        began_s = time.perf_counter()
-        while not chats.between(began_s, time.perf_counter()):
-            time.sleep(0.05)
+        talks = chats(client)
+        talks.wait()
         began_s = time.perf_counter()
         time.sleep(QUIET_S)
-        usual_ms = statistics.median(chats.between(began_s, time.perf_counter()))
+        usual_ms = statistics.median(talks.between(began_s, time.perf_counter()))
         for index in range(num_prompts):
             question = questions[index % len(questions)]["question"]
             asked_s = time.perf_counter()
@@ -188,7 +220,7 @@ def one_daemon(
             found, pieces = _pieces(client, f"Report {index + 1}.\n\n{text}\n\n{question}")
             next(pieces)
             first_s = time.perf_counter()
-            itls_ms = chats.between(asked_s, first_s)
+            itls_ms = talks.between(asked_s, first_s)
             for _ in pieces:
                 pass
             row = client.request(found[0])
@@ -203,7 +235,7 @@ def one_daemon(
                     statistics.median(itls_ms) if len(itls_ms) >= 5 else None,
                 )
             )  # fmt: skip
-        chats.end()
+        talks.end()
     return prompts
 
 

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from appliance.client.calls import Client, ClientError
-from tests.benchmarks.elastic_promises import _SAMPLE, daemon
+from tests.benchmarks.elastic_promises import _SAMPLE, Streams, daemon
 
 PROMPT_SHARE = 0.87
 """Of the runbook's text: some 3,600 tokens of the starter model."""
@@ -36,56 +36,10 @@ FREE_S = 1.0
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-class Streams:
-    """Replies that follow each other, and the gaps of their tokens.
-
-    They are drawn: a model of random values may repeat a token without text.
-    """
-
-    def __init__(self, client: Client, count: int, text: str) -> None:
-        self._client, self._text = client, text
-        self._is_over = threading.Event()
-        self._last_s = dict.fromkeys(range(count), 0.0)
-        self._gaps: list[tuple[float, float]] = []
-        self.failures: Counter[str] = Counter()
-        self._threads = [threading.Thread(target=self._stream, args=(n,)) for n in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    def wait(self) -> None:
-        """Return when all have begun."""
-        while not all(self._last_s.values()):
-            time.sleep(0.05)
-
-    def gaps(self, start_s: float, end_s: float) -> list[float]:
-        """Seconds of the gaps that ended in this time, and of those that have not ended."""
-        ended = [gap for at, gap in list(self._gaps) if start_s <= at <= end_s]
-        return ended + [end_s - last_s for last_s in self._last_s.values() if last_s]
-
-    def end(self) -> None:
-        """Hang up, and wait for all."""
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _stream(self, number: int) -> None:
-        for turn in itertools.count():
-            body = {"prompt": f"{number} {turn} {self._text}", "max_tokens": 1024, "seed": number}
-            body |= {"stream": True, "ignore_eos": True}
-            with suppress(ClientError), self._client.stream("/v1/completions", body) as events:
-                is_first = True
-                for event in events:
-                    if self._is_over.is_set():
-                        return
-                    if not (event.get("choices") and event["choices"][0].get("text")):
-                        continue
-                    now_s = time.perf_counter()
-                    if not is_first:
-                        self._gaps.append((now_s, now_s - self._last_s[number]))
-                    self._last_s[number], is_first = now_s, False
-            self._last_s[number] = 0.0  # between two replies nothing is waited for
-            if self._is_over.is_set():
-                return
+def a_story(number: int, turn: int) -> tuple[str, dict[str, object]]:
+    """A request for a long text, drawn: a model of random values may repeat a token without one."""
+    body = {"prompt": f"{number} {turn} Tell a long story.", "max_tokens": 1024, "seed": number}
+    return "/v1/completions", body | {"stream": True, "ignore_eos": True}
 
 
 @contextmanager
@@ -174,7 +128,9 @@ def phase(
         time.sleep(seconds)
     else:
         found = ask(client, began_s + seconds, number)
-    gaps = sorted(streams.gaps(began_s, time.perf_counter()))
+    now_s = time.perf_counter()
+    gaps_ms = streams.between(began_s, now_s) + streams.open_gaps(now_s)
+    gaps = sorted(gap_ms / 1e3 for gap_ms in gaps_ms)
     load = os.getloadavg()[0]
     middle = gaps[len(gaps) // 2] if gaps else 0.0
     print(
@@ -230,7 +186,7 @@ def main() -> None:
             daemon(Path(folder), [*model, "--roles", roles], None) as (client, _),
             busy_loops(options.loops),
         ):
-            streams = Streams(client, options.streams, "Tell a long story.")
+            streams = Streams(client, options.streams, a_story)
             streams.wait()
             alone_s = beside_s = held_s = 0.0
             seconds = options.seconds / options.rounds

@@ -25,16 +25,12 @@ from pathlib import Path
 
 from appliance.client.address import UnixAddress
 from appliance.client.calls import Client
-from tests.benchmarks.elastic_promises import Chats
+from appliance.observe.frame.latency import quantile
+from tests.benchmarks.elastic_promises import chats
 from tests.benchmarks.embedder import add_options, embedder, texts
 from tests.daemons import ARMS, Daemon
 
 _BEFORE, _TEXTS, _AFTER = "quiet, before", "texts", "quiet, after"
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The value that so many are not above."""
-    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
 def send(daemon: Daemon, files: list[Path]) -> None:
@@ -53,7 +49,7 @@ def run(options: argparse.Namespace, daemon: Daemon, folder: Path) -> dict[str, 
     """Milliseconds of the chats' gaps in each kind of time."""
     draw, gaps = random.Random(0), {name: [] for name in (_BEFORE, _TEXTS, _AFTER)}
     share, took_s = options.texts // options.rounds // options.senders, 0.0
-    chats = Chats(Client(UnixAddress(daemon.socket), timeout_s=600))
+    talks = chats(Client(UnixAddress(daemon.socket), timeout_s=600))
     try:
         time.sleep(2.0)
         for number in range(options.rounds):
@@ -67,9 +63,9 @@ def run(options: argparse.Namespace, daemon: Daemon, folder: Path) -> dict[str, 
                     took_s += time.perf_counter() - began_s
                 else:
                     time.sleep(options.quiet)
-                gaps[name] += chats.between(began_s, time.perf_counter())
+                gaps[name] += talks.between(began_s, time.perf_counter())
     finally:
-        chats.end()
+        talks.end()
     count = share * options.senders * options.rounds
     print(f"{count:,} texts of {options.tokens} tokens in {took_s:.1f} s, "
           f"{count / took_s:.0f} texts/s with the senders' starts")  # fmt: skip
@@ -99,12 +95,12 @@ def main() -> None:
         finally:
             assert daemon.stop() == 0
     for name, found in gaps.items():
-        p50, p99 = percentile(found, 0.5), percentile(found, 0.99)
+        p50, p99 = quantile(found, 0.5), quantile(found, 0.99)
         print(f"  {name:14}{len(found):7,} gaps, p50 {p50:6.2f} ms, p99 {p99:6.2f} ms, "
               f"longest {max(found):7.2f} ms")  # fmt: skip
     quiet = gaps[_BEFORE] + gaps[_AFTER]
-    over = percentile(gaps[_TEXTS], 0.99) / percentile(quiet, 0.99)
-    noise = percentile(gaps[_AFTER], 0.99) / percentile(gaps[_BEFORE], 0.99)
+    over = quantile(gaps[_TEXTS], 0.99) / quantile(quiet, 0.99)
+    noise = quantile(gaps[_AFTER], 0.99) / quantile(gaps[_BEFORE], 0.99)
     print(f"p99 of texts over quiet x{over:.3f}, of quiet over quiet x{noise:.3f}; "
           f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
 

@@ -349,11 +349,8 @@ async def test_a_required_call_is_bound_more_than_a_free_one(chat, appliance):
 
 
 async def test_special_tokens_that_mark_calls_are_read(tmp_path, appliance):
-    backend = byte_level()
-    backend.add_special_tokens(["[TOOL_CALLS]"])
-    appliance = FakeAppliance(
-        Tokenizer(backend, chat_template=FAMILIES["mistral"]), max_model_len=4096
-    )
+    tokenizer = Tokenizer(byte_level("[TOOL_CALLS]"), chat_template=FAMILIES["mistral"])
+    appliance = FakeAppliance(tokenizer, max_model_len=4096)
     says(appliance, '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Bonn"}}]<|end|>')
     async with serving(appliance, tmp_path / "api.sock") as served:
         reply = await served.chat(tools=[WEATHER], max_tokens=999)

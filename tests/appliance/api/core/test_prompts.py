@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import AddedToken
 
 from appliance.api.core.prompts import MARKS, infill_of
 from engine.text.tokenizer import Tokenizer
@@ -13,10 +12,8 @@ from tests.worlds.daemon_parts import FakeAppliance
 
 
 def tokenizer_with(marks):
-    backend = byte_level()
-    texts = [one for one in (marks.prefix, marks.suffix, marks.middle) if one]
-    backend.add_special_tokens([AddedToken(one, special=True) for one in texts])
-    return Tokenizer(backend)
+    texts = (marks.prefix, marks.suffix, marks.middle)
+    return Tokenizer(byte_level(*filter(None, texts)))
 
 
 @pytest.mark.parametrize("marks", MARKS)
