@@ -99,5 +99,6 @@ def _first_signal(adapter: object) -> None:
 
     assert isinstance(adapter, Adapter)
     adapter.end()
+    # a second one ends the process
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().remove_signal_handler(number)

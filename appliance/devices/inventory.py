@@ -132,7 +132,7 @@ def read_inventory(
         visible: what CUDA is told to see; None: everything.
         nodes: where the kernel describes NUMA nodes.
     """
-    nvml = nvml or open_nvml()
+    nvml = nvml or open_nvml()  # CUDA would make a context, which takes memory of each GPU
     gpus = list_gpus(nvml, visible)
     links = (
         () if nvml is None else _links(nvml, dict.fromkeys(gpu.board for gpu in gpus if gpu.uuid))

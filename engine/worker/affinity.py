@@ -16,7 +16,7 @@ import torch
 
 
 def use_cores(cpus: list[int]) -> None:
-    """Compute on these cores from now on."""
+    """Compute on these cores from now on; no step runs meanwhile."""
     for thread_id in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(int(thread_id), cpus)

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+# neither the daemon nor its settings: the keeper outlives every fault of both
 from appliance.daemon.process import log_lines
 from appliance.daemon.process.core_dumps import forbid_core_dumps
 from appliance.daemon.survival.keeper_channel import REPLY

@@ -22,7 +22,7 @@ _HEARD_IN = (("events", "at"), ("frames", "at"), ("requests", "received_at"))
 
 
 def insert_run(connection: sqlite3.Connection, run: dict[str, str | None]) -> int:
-    """Insert a run; return its run_id."""
+    """Insert and commit a run; return its run_id. The rest is committed by its caller."""
     with connection as db:
         names, marks = ", ".join(run), ", ".join(f":{name}" for name in run)
         inserted = db.execute(f"INSERT INTO runs ({names}) VALUES ({marks})", run)
