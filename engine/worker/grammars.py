@@ -49,7 +49,9 @@ class Grammars:
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
         if grammar not in self._compiled:
-            self._compiled[grammar] = Matcher(self._tokenizer, grammar)
+            matcher = Matcher(self._tokenizer, grammar)
+            matcher.allowed(())  # copies have its tables: of many choices they take 30 ms
+            self._compiled[grammar] = matcher
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
