@@ -5,6 +5,7 @@ Names and blocks come from the format's own package, which the product does not 
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,15 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
 }
 """By family. Only what the format can say of each can be converted."""
-_ENCODERS = {"bert": "bert", "nomic_bert": "nomic-bert"}
+_ENCODERS = {
+    "bert": "bert",
+    "roberta": "bert",
+    "xlm-roberta": "bert",
+    "nomic_bert": "nomic-bert",
+}
 """Families that make vectors alone."""
 _GATED_DELTA = ("qwen3next", "qwen35", "qwen35moe")
+_SHIFTED = ("gemma", "gemma2", "gemma3", "gemma-embedding")
 _INTERLEAVED = ("llama", "smollm3", "granite", "mistral3")
 _NUMBERS = {
     "embedding_length": "hidden_size",
@@ -77,7 +84,13 @@ _FLOATS = {
 
 
 def write_gguf(
-    folder: Path, path: Path, kind: str = "F32", *, is_early: bool = False, **metadata: Any
+    folder: Path,
+    path: Path,
+    kind: str = "F32",
+    *,
+    is_early: bool = False,
+    answers: tuple[int, int] | None = None,
+    **metadata: Any,
 ) -> Path:
     """Write a checkpoint's config, weights and tokenizer as one file; returns its path.
 
@@ -86,12 +99,15 @@ def write_gguf(
         path: of the file to write.
         kind: of matrices, by the format's name; vectors are F32.
         is_early: as the first converters of Qwen3-Next wrote it, which kept `in_proj_qkvz` whole.
+        answers: token ids that the head has alone, as of Qwen3's rerankers.
         metadata: more of it, by keys with `__` for `.`; None leaves a key out.
     """
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
     arch = (ARCHITECTURES | _ENCODERS)[config["model_type"]]
+    if config.get("use_bidirectional_attention"):
+        arch = "gemma-embedding"
     writer = gguf.GGUFWriter(path, arch)
     said = _config(config, arch) | _tokenizer(folder, config)
     if arch == "gemma4":
@@ -107,8 +123,8 @@ def write_gguf(
     stored = load_file(folder / "model.safetensors")
     tensors = {name: each.float().numpy() for name, each in stored.items()}
     if arch in _ENCODERS.values():
-        tensors = {name: each for name, each in tensors.items() if not name.startswith("pooler.")}
-    if arch == "qwen3":  # a decoder that was saved without its head
+        tensors = _as_encoder(tensors, config)
+    if arch in ("qwen3", "gemma-embedding"):  # a decoder that was saved without its head
         tensors = {
             name if name.startswith(("model.", "lm_head.")) else f"model.{name}": each
             for name, each in tensors.items()
@@ -118,6 +134,12 @@ def write_gguf(
     for name in [name for name in tensors if "gate_up_proj" in name and "mlp.experts." in name]:
         _unstack(tensors, name)
     named = _named(tensors, config, arch)
+    for number in (2, 3) if arch == "gemma-embedding" else ():
+        dense = load_file(folder / f"{number}_Dense/model.safetensors")
+        named[f"dense_{number}.weight"] = dense["linear.weight"].numpy()
+    if answers is not None:
+        head = named.pop("output.weight", named["token_embd.weight"])
+        named["cls.output.weight"] = head[list(answers)]
     if arch == "chatglm":
         _join(named, config["num_hidden_layers"])
     for name, values in named.items():
@@ -129,6 +151,26 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _as_encoder(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Without the model's name, its pooler and the positions of padding."""
+    found = {}
+    for name, values in tensors.items():
+        name = name.removeprefix("bert.").removeprefix("roberta.")
+        if name.startswith("embeddings.position_embeddings"):
+            values = values[_num_padding(config) :]
+        if name.startswith("classifier.") and config["model_type"] == "bert":
+            name = name.replace("classifier.", "classifier.out_proj.")
+        if not name.startswith("pooler."):
+            found[name] = values
+    return found
+
+
+def _num_padding(config: dict[str, Any]) -> int:
+    """Positions before that of a text's first token."""
+    has_padding = config["model_type"] in ("roberta", "xlm-roberta")
+    return config["pad_token_id"] + 1 if has_padding else 0
 
 
 def _as_gated_delta(
@@ -252,6 +294,8 @@ def _config(config: dict[str, Any], arch: str) -> dict[str, Any]:
         found[f"{arch}.{key}"] = values[0] if values else None
     for key, name in _FLOATS.items():
         found[f"{arch}.{key}"] = float(config[name]) if config.get(name) else None
+    if padding := _num_padding(config):
+        found[f"{arch}.context_length"] -= padding
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     found[f"{arch}.rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
@@ -318,9 +362,14 @@ def _gemma4_factors(config: dict[str, Any]) -> np.ndarray:
 def _tokenizer(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     spec = json.loads((folder / "tokenizer.json").read_text())
     added = {each["id"]: each for each in spec["added_tokens"]}
-    vocab = dict(spec["model"]["vocab"]) | {each["content"]: i for i, each in added.items()}
+    listed = spec["model"]["vocab"]
+    if isinstance(listed, list):
+        listed = {token: number for number, (token, _) in enumerate(listed)}
+    vocab = listed | {each["content"]: i for i, each in added.items()}
     tokens = sorted(vocab, key=vocab.__getitem__)
     kinds = [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(len(tokens))]
+    if spec["model"]["type"] == "Unigram":
+        return _unigram(spec, config)
     if spec["model"]["type"] == "WordPiece":
         return _word_piece(tokens, kinds)
     merges = [m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]]
@@ -334,6 +383,28 @@ def _tokenizer(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         "tokenizer.ggml.bos_token_id": config.get("bos_token_id"),
         "tokenizer.ggml.eos_token_id": config.get("eos_token_id"),
         "tokenizer.chat_template": settings.get("chat_template"),
+    }
+
+
+def _unigram(spec: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Pieces with their scores, as converters write XLM-RoBERTa's."""
+    added = {each["id"]: 2 if each["content"] == "<unk>" else 3 for each in spec["added_tokens"]}
+    pieces = spec["model"]["vocab"]
+    charsmap = (spec["normalizer"] or {}).get("precompiled_charsmap")
+    return {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [token for token, _ in pieces],
+        "tokenizer.ggml.scores": [float(score) for _, score in pieces],
+        "tokenizer.ggml.token_type": [added.get(i, 1) for i in range(len(pieces))],
+        "tokenizer.ggml.precompiled_charsmap": charsmap and base64.b64decode(charsmap),
+        "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.ggml.remove_extra_whitespaces": True,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": True,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
     }
 
 
@@ -368,7 +439,7 @@ def _named(
             values = _interleaved(values, config["num_attention_heads"])
         if arch in _INTERLEAVED and ".k_proj." in name:
             values = _interleaved(values, config["num_key_value_heads"])
-        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
+        if arch in _SHIFTED and name.endswith("norm.weight"):
             values = values + 1
         if name.endswith(("router.scale", "per_expert_scale")):
             part = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"

@@ -108,6 +108,7 @@ def add_modules(
     *,
     pooling: dict[str, Any] | None = None,
     dense: tuple[int, ...] = (),
+    has_tanh: bool = True,
     is_normalized: bool = True,
     **limits: Any,
 ) -> None:
@@ -115,7 +116,8 @@ def add_modules(
 
     Args:
         pooling: of the pooling's config.json; None: the mean.
-        dense: outputs of products behind it, with tanh after each.
+        dense: outputs of products behind it.
+        has_tanh: each has a bias, and tanh after it.
         limits: of sentence_bert_config.json.
     """
     import torch
@@ -136,14 +138,17 @@ def add_modules(
     _write(folder / "config_sentence_transformers.json", {"prompts": prompts})
     size = json.loads((folder / "config.json").read_text())["hidden_size"]
     for i, rows in enumerate(dense, 2):
-        keys = {"in_features": size, "out_features": rows, "bias": True}
-        activation = {"activation_function": "torch.nn.modules.activation.Tanh"}
+        keys = {"in_features": size, "out_features": rows, "bias": has_tanh}
+        name = "activation.Tanh" if has_tanh else "linear.Identity"
+        activation = {"activation_function": f"torch.nn.modules.{name}"}
         _write(folder / f"{i}_Dense/config.json", keys | activation)
         generator = torch.Generator().manual_seed(i)
         tensors = {
             "linear.weight": torch.randn(rows, size, generator=generator) * 0.1,
             "linear.bias": torch.randn(rows, generator=generator) * 0.1,
         }
+        if not has_tanh:
+            del tensors["linear.bias"]
         save_file(tensors, folder / f"{i}_Dense/model.safetensors")
         size = rows
 

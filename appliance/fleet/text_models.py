@@ -15,7 +15,7 @@ from appliance.fleet.model_files import model_folder
 from appliance.fleet.supervisor import MAX_FAILED_STARTS, Supervisor
 from appliance.hub.names import HubName, model_name
 from engine.checkpoint.checkpoint import choose_dtype
-from engine.checkpoint.text_model import TextModelConfig
+from engine.checkpoint.text_model import NUM_ANSWERS, TextModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.text.read_models import read_text_model, read_tokenizer
 from engine.text.tokenizer import Tokenizer
@@ -133,13 +133,17 @@ def load_texts(models: Sequence[TextModel], *, has_gpu: bool) -> tuple[LoadedTex
 def _load(model: TextModel, *, has_gpu: bool) -> LoadedTexts:
     config = model.config
     tokenizer = read_tokenizer(config.folder, has_chats=False)
-    compared = None
-    if config.compares_tokens:
+    compared: list[int] | None = None
+    if config.has_answers:
+        compared = list(range(NUM_ANSWERS))
+    elif config.compares_tokens:
         encoded = [tokenizer.encode(answer, add_special_tokens=False) for answer in _ANSWERS]
         if any(len(ids) != 1 for ids in encoded):
             what = "the answers yes and no are not a token each"
             raise CheckpointError(what, where=str(config.folder))
         compared = [ids[0] for ids in encoded]
     dtype = choose_dtype("auto", config.stored_dtype, has_gpu=has_gpu)
-    spec = TextModelSpec(model.name, str(model.folder), config.kind, dtype, compared)
+    scratch_bytes = config.scratch_bytes(GPU_STEP_TOKENS if has_gpu else STEP_TOKENS, dtype)
+    folder = str(model.folder)
+    spec = TextModelSpec(model.name, folder, config.kind, dtype, compared, scratch_bytes)
     return LoadedTexts(model, tokenizer, spec)

@@ -291,6 +291,9 @@ def config_keys(model: GgufModel) -> dict[str, Any]:
         CheckpointError: its architecture is not served, or a number is missing.
     """
     arch = arch_of(model)
+    if model.integer(f"{arch}.pooling_type"):
+        what, hint = "it makes vectors or scores of texts", "serve it beside a chat model"
+        raise CheckpointError(what, where=str(model.path), hint=f"{hint}: --embedding-model")
     row = row_of(model)
     keys: dict[str, Any] = {"model_type": row.model_type}
     for key, suffix in _KEYS.items():

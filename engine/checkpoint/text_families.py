@@ -246,7 +246,7 @@ TEXT_FAMILIES = (
         must_be=(("layer_norm_type", "layer_norm"), ("position_embedding_type", "rope")),
     ),
     TextFamily(
-        architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+        architectures=("Qwen3Model", "Qwen3ForCausalLM"),
         classifiers=("Qwen3ForSequenceClassification",),
         attention_norms=HalfNorms(before="input_layernorm"),
         mlp_norms=HalfNorms(before="post_attention_layernorm"),

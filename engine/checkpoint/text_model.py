@@ -15,7 +15,14 @@ from typing import Any, Literal
 
 from engine.checkpoint.checkpoint import weight_files
 from engine.checkpoint.gguf import GgufModel, find_gguf
-from engine.checkpoint.gguf_text_models import named, pooling_of, text_keys
+from engine.checkpoint.gguf_text_models import (
+    as_stored,
+    head_of,
+    makes_scores,
+    named,
+    pooling_of,
+    text_keys,
+)
 from engine.checkpoint.json_keys import JsonKeys
 from engine.checkpoint.model_config import DTYPE_BYTES
 from engine.checkpoint.model_file import read_model_text
@@ -48,6 +55,8 @@ MAX_DIMENSIONS = 1 << 16
 """Maximum of numbers in a vector; published models have some thousands."""
 MAX_PROMPT_CHARS = 1 << 16
 """Maximum of all prompts together: each text of a request may get one."""
+NUM_ANSWERS = 2
+"""Rows of a head that has `yes` and `no` alone, in this order."""
 LINEAR = "linear"
 """What a part's folder calls its product."""
 
@@ -100,6 +109,8 @@ class TextModelConfig:
     """The tensors by name, without the family's prefixes; optional ones may be absent."""
     default_prompt: str | None = None
     """The name of the prompt of texts for which none is named."""
+    pools_prompt: bool = True
+    """Whether pooling takes in the tokens of a prompt."""
 
     @property
     def num_dimensions(self) -> int:
@@ -109,6 +120,12 @@ class TextModelConfig:
         if self.head:
             return self.tensors[f"{self.head[-1].name}.weight"].shape[0]
         return self.hidden_size * len(self.pooling)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the head has rows for `yes` and `no` alone, in this order."""
+        output = self.tensors.get("lm_head.weight") if self.compares_tokens else None
+        return output is not None and output.shape[0] == NUM_ANSWERS
 
     @property
     def stored_dtype(self) -> str:
@@ -148,11 +165,13 @@ class TextModelConfig:
 
 def _read(folder: Path, kind: Kind) -> tuple[TextModelConfig, _Modules]:
     if (path := find_gguf(folder)) is not None:
-        modules = _Modules.of_gguf(GgufModel.open(path))
+        modules = _Modules.of_gguf(GgufModel.open(path), kind)
     else:
         modules = _Modules.read(folder) if kind == "embedding" else _Modules(folder, folder)
     keys = modules.keys()
     family, architecture = _family(keys)
+    if modules.gguf is not None:
+        family = as_stored(family)
     is_classifier = architecture in family.classifiers
     if kind == "embedding" and is_classifier:
         raise keys.bad("architectures", "a model that makes vectors; it makes scores")
@@ -244,6 +263,7 @@ def _shape(keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules) ->
         prompts=modules.prompts,
         tensors={},
         default_prompt=modules.default_prompt,
+        pools_prompt=modules.pools_prompt,
     )
 
 
@@ -304,6 +324,7 @@ class _Modules:
     """The model's own folder: the root, or a folder in it."""
     pooling: tuple[str, ...] = ()
     head: tuple[HeadStep, ...] = ()
+    pools_prompt: bool = True
     is_normalized: bool = False
     max_tokens: int | None = None
     lowers_case: bool = False
@@ -321,10 +342,19 @@ class _Modules:
         return JsonKeys.from_file(self.base / "config.json")
 
     @classmethod
-    def of_gguf(cls, model: GgufModel) -> _Modules:
-        """Take what a file says; its vectors are normalised, as by all that read the format."""
-        pooling = pooling_of(model)
-        return cls(model.path, model.path, pooling=pooling, is_normalized=True, gguf=model)
+    def of_gguf(cls, model: GgufModel, kind: Kind) -> _Modules:
+        """Take what a file says; its vectors are normalised, as by all that read the format.
+
+        Raises:
+            CheckpointError: it is of the other kind.
+        """
+        pooling, is_embedding = pooling_of(model), kind == "embedding"
+        if is_embedding and makes_scores(model):
+            raise CheckpointError("it makes scores, no vectors", where=str(model.path))
+        if not is_embedding and pooling:
+            raise CheckpointError("it makes vectors, no scores", where=str(model.path))
+        head = head_of(model)
+        return cls(model.path, model.path, pooling, head, is_normalized=is_embedding, gguf=model)
 
     @classmethod
     def read(cls, folder: Path) -> _Modules:
@@ -341,7 +371,8 @@ class _Modules:
                     most, lowers_case = _limits(base)
                     found = replace(found, base=base, max_tokens=most, lowers_case=lowers_case)
                 case "Pooling":
-                    found = replace(found, pooling=_pooling(folder / path))
+                    modes, pools_prompt = _pooling(folder / path)
+                    found = replace(found, pooling=modes, pools_prompt=pools_prompt)
                 case "Dense" if not found.is_normalized:
                     step = HeadStep(f"{path}.{LINEAR}", _dense_activation(folder / path))
                     found = replace(found, head=(*found.head, step), dense=(*found.dense, path))
@@ -406,17 +437,16 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     return found, default
 
 
-def _pooling(folder: Path) -> tuple[str, ...]:
+def _pooling(folder: Path) -> tuple[tuple[str, ...], bool]:
+    """Read how vectors are pooled, and whether of the prompt's tokens, too."""
     keys = JsonKeys.from_file(folder / "config.json")
-    if not keys.flag("include_prompt", True):
-        raise keys.bad("include_prompt", "true")
     if (mode := keys.get("pooling_mode", None)) is not None:
         modes = tuple(mode) if isinstance(mode, list) else (mode,)
     else:
         modes = tuple(name for key, name in _MODE_KEYS.items() if keys.flag(key))
     if not modes or any(mode not in _POOLINGS or modes.count(mode) > 1 for mode in modes):
         raise keys.bad("pooling_mode", f"one of {', '.join(_POOLINGS)}, or several")
-    return modes
+    return modes, keys.flag("include_prompt", True)
 
 
 def _dense_activation(folder: Path) -> str | None:
@@ -478,6 +508,9 @@ def _check_sizes(config: TextModelConfig, tensors: Mapping[str, TensorInfo]) -> 
     if not 1 <= size <= MAX_DIMENSIONS:
         what = f"its vectors have {size} numbers, at most {MAX_DIMENSIONS} are served"
         raise CheckpointError(what, where=str(config.folder))
+    output = tensors.get("lm_head.weight")
+    if output is not None and output.shape[0] not in (config.vocab_size, NUM_ANSWERS):
+        raise _misshapen(output, (config.vocab_size, config.hidden_size))
     if config.family.positions is not None:
         table = tensors[f"{config.family.positions}.weight"]
         needed = config.first_position + config.max_tokens
@@ -513,7 +546,7 @@ def _expected(config: TextModelConfig) -> Iterator[_Expected]:
         yield from _layer(config, number)
     yield from _norm(config, family.final_norm)
     if config.compares_tokens:
-        yield "lm_head.weight", (config.vocab_size, hidden), False
+        yield "lm_head.weight", (-1, hidden), False
     for step in config.head:
         rows = 1 if config.kind == "rerank" and step is config.head[-1] else -1
         yield f"{step.name}.weight", (rows, -1), True

@@ -188,7 +188,8 @@ def _merged_pairs(files: _Folder) -> tokenizers.Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     parts.add_marks(tokenizer, [(text, True) for text in sorted(_chat_marks(vocabulary))])
     if files.kind == "Roberta":
-        parts.add_ends(tokenizer, *(files.mark(one, tokenizer.token_to_id) for one in _ENDS))
+        begin, end = (files.mark(one, tokenizer.token_to_id) for one in _ENDS)
+        parts.add_ends(tokenizer, begin, end, is_between=True)
     else:
         _add_ends(tokenizer, files, begins=False)
     return tokenizer

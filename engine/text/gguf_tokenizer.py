@@ -18,6 +18,7 @@ from engine.checkpoint.gguf import GgufModel
 from engine.checkpoint.sentencepiece_model import CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 from engine.errors import CheckpointError
 from engine.text import tokenizer_parts as parts
+from engine.text.gguf_unigram import unigram
 from engine.text.gguf_word_piece import word_piece
 from engine.text.tokenizer_parts import CUTS
 
@@ -47,8 +48,10 @@ def read_tokenizer(model: GgufModel) -> tokenizers.Tokenizer:
             tokenizer = _sentence_piece(model, tokens, has_merges=kind == "gemma4")
         elif kind == "bert":
             return word_piece(model, tokens)
+        elif kind == "t5":
+            tokenizer = unigram(model, tokens)
         else:
-            needed = "gpt2 (byte-level BPE), llama and gemma4 (SentencePiece), bert (WordPiece)"
+            needed = "gpt2 (byte-level BPE), llama, gemma4 and t5 (SentencePiece), bert (WordPiece)"
             raise model.bad("tokenizer.ggml.model", f"{needed} are served")
         _add_tokens(tokenizer, model, tokens)
         _add_ends(tokenizer, model, tokens, kind)
@@ -156,11 +159,16 @@ def _add_ends(
     tokenizer: tokenizers.Tokenizer, model: GgufModel, tokens: list[str], kind: str
 ) -> None:
     """Add the tokens before and after a plain text."""
-    begins = kind in ("llama", "gemma4") or model.text("tokenizer.ggml.pre") in _BEGINS
-    said = model.flag("tokenizer.ggml.add_bos_token")
-    begin = _mark(model, tokens, "bos") if (begins if said is None else said) else None
-    ends = model.flag("tokenizer.ggml.add_eos_token") is True
-    parts.add_ends(tokenizer, begin, _mark(model, tokens, "eos") if ends else None)
+    pre = model.text("tokenizer.ggml.pre")
+    is_roberta = kind == "t5" or pre == "roberta-bpe"
+    begins = is_roberta or kind in ("llama", "gemma4") or pre in _BEGINS
+    said = {name: model.flag(f"tokenizer.ggml.add_{name}_token") for name in ("bos", "eos")}
+    usual = {"bos": begins, "eos": is_roberta}
+    begin, end = (
+        _mark(model, tokens, name) if (usual[name] if flag is None else flag) else None
+        for name, flag in said.items()
+    )
+    parts.add_ends(tokenizer, begin, end, is_between=is_roberta)
 
 
 def _mark(model: GgufModel, tokens: list[str], name: str) -> tuple[str, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import tokenizers
@@ -49,6 +49,7 @@ _DEEPSEEK3 = (
 )
 CUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "mellum", "gigachat"), (_GPT2,)),
+    "roberta-bpe": (_GPT2,),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
         (r"\p{N}", _GPT2),
@@ -185,6 +186,23 @@ def sentence_piece(
     return tokenizer
 
 
+def spaced_pieces(pieces: Sequence[tuple[str, float]], unknown: int, charsmap: bytes) -> Assembled:
+    """Assemble XLM-RoBERTa's tokenizer: words between white space, a space before each.
+
+    Args:
+        pieces: tokens with their scores.
+        unknown: the id of characters that have no piece.
+        charsmap: compiled replacements of characters; empty: none.
+    """
+    tokenizer = tokenizers.Tokenizer(models.Unigram(list(pieces), unknown, False))
+    if charsmap:
+        tokenizer.normalizer = normalizers.Precompiled(charsmap)
+    space = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="always")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), space])
+    tokenizer.decoder = decoders.Metaspace(_SPACE, prepend_scheme="always")
+    return tokenizer
+
+
 def scored_merges(vocabulary: Mapping[str, int], scores: array[float]) -> Iterator[tuple[str, str]]:
     """Yield all pairs of tokens that form another one, the likeliest tokens first."""
     tell_of_merges(len(vocabulary))
@@ -233,14 +251,20 @@ def add_ends(
     tokenizer: tokenizers.Tokenizer,
     begin: tuple[str, int] | None,
     end: tuple[str, int] | None,
+    *,
+    is_between: bool = False,
 ) -> None:
-    """Put tokens, as text and id, before and after a plain text; None: nothing."""
+    """Put tokens, as text and id, before and after a plain text; None: nothing.
+
+    Args:
+        is_between: the last one stands twice between the texts of a pair, as RoBERTa has it.
+    """
     if begin is None and end is None:
         return
     before, after = ([] if mark is None else [mark[0]] for mark in (begin, end))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*before, "$A", *after],
-        pair=[*before, "$A", "$B", *after],
+        pair=[*before, "$A", *(2 * after if is_between else []), "$B", *after],
         special_tokens=list(dict.fromkeys(mark for mark in (begin, end) if mark is not None)),
     )
 

@@ -124,7 +124,9 @@ class TextModelSpec(msgspec.Struct, frozen=True):
     dtype: str
     """`float32`, `bfloat16` or `float16`."""
     compared: list[int] | None = None
-    """The ids of `yes` and `no`, if the score compares them."""
+    """The rows of the head for `yes` and `no`, if the score compares them."""
+    scratch_bytes: int = 0
+    """What its largest batch computes with, beside the weights."""
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
@@ -366,6 +368,8 @@ class ComputeTexts(msgspec.Struct, tag=True, frozen=True):
     model: str
     texts: list[list[int]]
     """Token ids, at least one each."""
+    num_unpooled: list[int] = []
+    """The first tokens of each that its pooling leaves out; empty: of none."""
 
 
 class LoadingProgress(msgspec.Struct, tag=True, frozen=True):

@@ -54,7 +54,8 @@ def num_blocks_that_fit(
     Args:
         free_bytes: of the GPU, with the weights in place.
         step_bytes: needed by the largest step while it runs.
-        static_bytes: that will be allocated once and stay, as the graphs' buffers.
+        static_bytes: that will be allocated once and stay: the graphs' buffers, and what texts are
+            computed with.
         has_graphs: steps will be captured.
         is_shared: a second process will run steps on the GPU.
     """

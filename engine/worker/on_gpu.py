@@ -358,13 +358,15 @@ def _num_blocks(
     device.forget_peak()
     allocated_bytes = device.memory().allocated_bytes
     run_largest_steps(runner, setup.max_num_batched_tokens, setup.max_model_len)
+    static_bytes = BATCH_SIZES[-1] * transformer.config.vocab_size * 4 if has_graphs else 0
+    static_bytes += max((text.scratch_bytes for text in setup.text_models), default=0)
     measured = device.memory()
     fitting = partial(
         num_blocks_that_fit,
         free_bytes=measured.free_bytes,
         step_bytes=measured.peak_bytes - allocated_bytes,
         block_bytes=block_bytes,
-        static_bytes=BATCH_SIZES[-1] * transformer.config.vocab_size * 4 if has_graphs else 0,
+        static_bytes=static_bytes,
         has_graphs=has_graphs,
         is_shared=gpu.is_shared,
     )

@@ -64,6 +64,7 @@ class GpuWorker:
         other=None,
         weights=None,
         block_size=BLOCK_SIZE,
+        text_models=(),
     ):
         self.checkpoint, self.device, self.gpu = checkpoint, device, gpu
         self.setup = Setup(
@@ -78,6 +79,7 @@ class GpuWorker:
             max_num_batched_tokens=32,
             max_model_len=48,
             gpu=gpu,
+            text_models=list(text_models),
         )
         self.sockets = socket.socketpair()
         self.channel = WorkerChannel(self.sockets[1])

@@ -18,8 +18,10 @@ from engine.checkpoint.weights_layout import panels_layout
 from engine.kernels.cpu import has_kernels
 from tests.appliance.cli_process import penstock
 from tests.appliance.model_folder import make_model
+from tests.byte_tokenizer import write_tokenizer
 from tests.gguf_files import write_gguf
 from tests.hostile_models import HOSTILE, HOSTILE_TOKENIZERS, ODD_FILES
+from tests.text_checkpoints import make_text_checkpoint
 from tests.worlds.fake_daemon import FakeDaemon
 
 
@@ -182,6 +184,19 @@ def test_a_gguf_file_is_listed_shown_and_verified(tmp_path: Path, environ: dict[
     ended = penstock(environ, "models", "show", str(path))
     assert ended.returncode == 78
     assert "truncated" in ended.stderr
+
+
+def test_a_gguf_file_of_vectors_is_listed_and_shown_as_what_it_is(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    make_text_checkpoint(tmp_path / "m", "qwen3")
+    write_tokenizer(tmp_path / "m")
+    (tmp_path / "files").mkdir()
+    path = write_gguf(tmp_path / "m", tmp_path / "files" / "tiny.gguf", qwen3__pooling_type=3)
+    (row,) = (r for r in listed(environ, "--dir", str(tmp_path)) if r["name"] == "files/tiny.gguf")
+    assert (row["family"], row["problem"]) == ("qwen3 (embedding)", None)
+    shown = json.loads(penstock(environ, "models", "show", str(path), "-o", "json").stdout)
+    assert (shown["pooling"], shown["num_dimensions"]) == ("lasttoken", 64)
 
 
 def corrupt(weights: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import pre_tokenizers, trainers
-from transformers import BertTokenizer, GPT2Tokenizer, Qwen2Tokenizer
+from transformers import BertTokenizer, GPT2Tokenizer, Qwen2Tokenizer, RobertaTokenizer
 from transformers.integrations.mistral.tokenizer import MistralConverter
 
 from engine.errors import CheckpointError
@@ -102,6 +102,19 @@ def test_pairs_of_bytes_are_those_of_the_class(tmp_path, cut, kind, theirs):
     reference, tokenizer = theirs.from_pretrained(tmp_path), read_tokenizer(tmp_path)
     for text in random_texts(3, COUNT):
         assert (text, tokenizer.encode(text)) == (text, reference.encode(text))
+
+
+def test_robertas_pairs_are_those_of_the_class(tmp_path):
+    write_pairs(tmp_path, "gpt-2")
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text("utf-8"))
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    for token in special.values():
+        vocabulary[token] = len(vocabulary)
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary), "utf-8")
+    write(tmp_path, "tokenizer_config.json", tokenizer_class="RobertaTokenizer", **special)
+    reference, tokenizer = RobertaTokenizer.from_pretrained(tmp_path), read_tokenizer(tmp_path)
+    for pair in zip(random_texts(4, 20), WORDS * 2, strict=False):
+        assert next(tokenizer.encode_each([pair])) == reference.encode(*pair)
 
 
 def test_a_vocabulary_without_joined_digits_cuts_digits_apart(tmp_path):

@@ -20,6 +20,7 @@ from engine.wire.messages import (
     MapShared,
     PoolMade,
     PoolSpec,
+    TextModelSpec,
     Unmapped,
     WeightsComplete,
     WeightsLoaded,
@@ -234,6 +235,19 @@ def test_the_pool_is_what_is_left_and_too_little_is_a_failure(checkpoint):
                 continue
             worker.thread.join()
             assert "10 KV blocks" in worker.failure.what
+
+
+def test_a_pool_leaves_room_for_what_the_largest_texts_are_computed_with(checkpoint):
+    block_bytes = checkpoint.config.kv_block_bytes(BLOCK_SIZE, "float32")
+    texts = [
+        TextModelSpec(name, "", "embedding", "float32", scratch_bytes=count * block_bytes)
+        for name, count in (("small", 1), ("large", 3))
+    ]
+    device, free_bytes = FakeDevice(), (512 << 20) + (1 << 20) + 10 * block_bytes
+    device.memory_now = Memory(free_bytes, free_bytes, 1 << 20, 2 << 20)
+    gpu = GpuSpec("GPU-0", has_graphs=False)
+    with contextlib.closing(start_alone(checkpoint, device, gpu, text_models=texts)) as worker:
+        assert worker.report(PoolMade).num_blocks == 7
 
 
 @pytest.mark.parametrize(("taken_bytes", "is_enough"), [(100 << 20, True), (500 << 20, False)])
