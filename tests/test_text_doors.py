@@ -174,3 +174,18 @@ def test_texts_survive_their_worker(daemon):
         reply = asked.result()
     assert reply["data"][0]["embedding"] == pytest.approx(wanted, abs=1e-5)
     assert len(reply["data"]) == len(texts)
+
+
+def test_a_benchmark_tells_texts_in_a_second_and_how_long_requests_take(daemon):
+    options = ("--seconds", "0.5", "--tokens", "20", "--texts", "4", "-o", "json")
+    ended = penstock(daemon, "bench", "texts", *options)
+    assert ended.returncode == 0, ended.stderr
+    figures = json.loads(ended.stdout)["figures"]
+    assert figures["num_texts"] == 4 * figures["num_requests"] > 0
+    assert 10 < figures["tokens_per_text"] < 40
+    assert 0 < figures["latency_ms_p50"] <= figures["latency_ms_p99"]
+    assert figures["texts_per_s"] > 0
+    page = penstock(daemon, "bench", "texts", *options[:-2])
+    assert page.returncode == 0, page.stderr
+    assert len(page.stdout.splitlines()) == len(figures)
+    assert penstock(daemon, "bench", "texts", "--model", "none").returncode == 5

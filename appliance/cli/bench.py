@@ -36,6 +36,7 @@ from appliance.bench.statistics import (
     GoodputTargets,
     summarize,
 )
+from appliance.bench.texts import TextLoad, measure_texts
 from appliance.cli import tables, terminal
 from appliance.cli.bench_device import kernels, steps, transports
 from appliance.cli.bench_options import (
@@ -51,7 +52,7 @@ from appliance.cli.bench_options import (
     Specs,
     under_load,
 )
-from appliance.cli.bench_pages import COMPARISON, Bar, run_page
+from appliance.cli.bench_pages import COMPARISON, Bar, run_page, texts_page
 from appliance.cli.tables import Format, Row, within
 from appliance.cli.terminal import Host, Output
 from appliance.client.calls import GenerationFailed
@@ -130,6 +131,31 @@ def compare(
     _tell_starved(measured)
     _show(rows(figures, LOAD_METRICS), measured, save, output)
     _check_any(samples)
+
+
+@bench.command("texts")
+def texts(
+    tokens: Annotated[int, typer.Option(callback=within(1), help="Tokens of a text, nearly.")] = 64,
+    at_once: Annotated[
+        int, typer.Option("--texts", callback=within(1), help="Texts of a request.")
+    ] = 32,
+    concurrency: Annotated[
+        int, typer.Option(callback=within(1), help="Number of open requests.")
+    ] = 2,
+    seconds: Seconds = 10.0,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="NAME", help="As the server calls it.")
+    ] = None,
+    seed: Seed = 0,
+    host: Host = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Measure how many texts become vectors in a second: by the daemon, or the server at --host."""
+    client, bar = terminal.client(host), Bar(1)
+    load = TextLoad(tokens, at_once, concurrency, seconds, model, seed)
+    figures = measure_texts(client, load, bar.turn(str(client.address)))
+    bar.end()
+    terminal.show("bench", {"figures": figures}, output, lambda: texts_page(figures))
 
 
 @bench.command("interference")

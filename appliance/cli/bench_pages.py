@@ -87,6 +87,13 @@ def run_page(content: Row) -> str:
     return page + "\n" + "\n".join(lines)
 
 
+def texts_page(figures: Row) -> str:
+    """Write the page of `penstock bench texts`."""
+    shown = {unitless(name): named(name, value) for name, value in figures.items()}
+    width = max(map(len, shown))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in shown.items())
+
+
 class Bar:
     """Show a measurement's progress: on a terminal one changing line, otherwise a line per turn."""
 
