@@ -108,7 +108,7 @@ def test_texts_are_computed_by_the_prefill_worker_and_survive_its_death(config, 
             assert rerank.num_dimensions is None
             for bad in ([], [5] * (LONGEST + 1)):
                 with pytest.raises(RequestError):
-                    await embedding.compute("a", [bad])
+                    embedding.check([bad])
             calls = [
                 asyncio.ensure_future(each)
                 for each in (

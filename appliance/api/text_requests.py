@@ -123,14 +123,16 @@ async def answer(http: HttpRequest, endpoint: TextEndpoint) -> Response:
     def read() -> tuple[TextEncoder, TextAsk, Write, tuple[str, ...]]:
         fields = decode_object(body)
         encoder = choose_encoder(fields.get("model"), endpoint.kind, encoders, served)
-        return encoder, *endpoint.read(fields, encoder), undeclared(fields, endpoint.fields)
+        asked, write = endpoint.read(fields, encoder)
+        encoder.check(asked.token_ids)
+        return encoder, asked, write, undeclared(fields, endpoint.fields)
 
     turns = threads_for(http, body)
     try:
         encoder, asked, write, ignored = await turns.run(http, read)
     except RequestError as error:
         raise endpoint.refusal(error) from error
-    work = asyncio.create_task(encoder.compute(peer.name, asked.token_ids))
+    work = asyncio.create_task(encoder.compute(peer.name, asked.token_ids, asked.num_unpooled))
     await asyncio.sleep(0)  # it is then in the queue, or refused
     if work.done():
         work.result()

@@ -35,7 +35,7 @@ from appliance.daemon.models.model_in_service import ModelInService, end_model
 from appliance.daemon.models.residents import Residents
 from appliance.daemon.models.swapping import Swapping
 from appliance.daemon.process.disk_reads import read_in_thread
-from appliance.daemon.process.limits import raise_limit, standing_threads
+from appliance.daemon.process.limits import raise_limit, share_interpreter, standing_threads
 from appliance.daemon.process.log_lines import Formatter, has_terminal, own_command
 from appliance.daemon.process.repeated_lines import RepeatedLines
 from appliance.daemon.process.stacks import wait_for_signal
@@ -108,6 +108,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     # until there is something to reload; nohup has it ignored already
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     is_under_nohup = signal.signal(signal.SIGHUP, signal.SIG_IGN) is signal.SIG_IGN
+    share_interpreter()
     passed = passed_sockets(os.environ)
     config = load_config()
     if about := raise_limit(config.max_connections):

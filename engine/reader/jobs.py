@@ -35,6 +35,8 @@ from engine.text.jinja_templates import JinjaTemplate
 from engine.text.schema_faults import mend
 from engine.text.tokenizer import Tokenizer, TokenizerFiles
 
+TEXTS_NICE = 10
+"""Of a process that tokenizes many texts at once."""
 NUM_TEMPLATES = 8
 """A model has up to two, and several models may take turns."""
 
@@ -135,9 +137,12 @@ def _encode(text: str, has_special: bool) -> bytes:
         return array("I", _built[0].encode(text, has_special)).tobytes()
 
 
-def _encode_pair(first: str, second: str) -> bytes:
+def _encode_each(texts: list[Any], has_special: bool) -> bytes:
+    """Encode texts, or pairs of them, for vectors; their numbers of tokens come first."""
+    os.nice(max(TEXTS_NICE - os.nice(0), 0))  # chats are decoded meanwhile
     with _refused_texts():
-        return array("I", _built[0].encode_pair(first, second)).tobytes()
+        found = list(_built[0].encode_each(texts, has_special))
+    return array("I", chain(map(len, found), chain.from_iterable(found))).tobytes()
 
 
 def _spans(text: str) -> bytes:
@@ -173,7 +178,7 @@ JOBS: dict[str, Callable[..., str | bytes]] = {
     "weight_names": _weight_names,
     "tokenizer": _tokenizer,
     "encode": _encode,
-    "encode_pair": _encode_pair,
+    "encode_each": _encode_each,
     "spans": _spans,
     "decode": _decode,
 }

@@ -29,6 +29,8 @@ class WaitingText:
     model: str
     owner: str
     token_ids: list[int]
+    num_unpooled: int = field(default=0, kw_only=True)
+    """The first tokens that its pooling leaves out."""
     num_deaths: int = field(default=0, kw_only=True)
     """Workers that died with it in their batches."""
     is_dropped: bool = field(default=False, kw_only=True)

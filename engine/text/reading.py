@@ -28,7 +28,7 @@ from engine.text.answers import FORKED, HERE, MODEL, YIELDING, Answer, receive_a
 PROGRAM = python_command("-m", "engine.reader")
 FORKING = frozenset(("constraint", "calls", "mended"))
 """Jobs that run beside each other, like jobs on models; the rest run one at a time."""
-TEXT_JOBS = frozenset(("encode", "encode_pair", "spans", "decode"))
+TEXT_JOBS = frozenset(("encode", "encode_each", "spans", "decode"))
 _JOB_NAMES = {
     **dict.fromkeys(("render", "takes_tools"), "a chat template"),
     **dict.fromkeys(TEXT_JOBS, "a text to tokenize"),

@@ -32,7 +32,7 @@ from engine.checkpoint.tokenizer_source import WHOLE, tokenizer_hint
 from engine.errors import CheckpointError, Overran, RequestError, Unreadable, reading_model
 from engine.text.chat_template import TOO_COSTLY, ChatTemplate
 from engine.text.decoder_stages import check_token_texts, decoder_stages
-from engine.text.encoder import Encoder
+from engine.text.encoder import LONG_BYTES, Encoder
 from engine.text.folder_tokenizer import build_tokenizer
 from engine.text.gguf_tokenizer import read_tokenizer, special_tokens
 
@@ -40,6 +40,10 @@ MAX_ADDED = 1 << 15  # each takes as long to build as ten ordinary ones
 """Maximum of tokens beside the ordinary vocabulary."""
 MAX_DECODED_HERE = 64
 """Maximum of token ids that are decoded beside the loop's work: the last ones of a reply."""
+MARK_BYTES = 16
+"""Maximum of what a text or a pair takes besides on its way to the process that tokenizes."""
+GROUP_BYTES = LONG_BYTES - 256
+"""Maximum of texts that are tokenized at once, with room for the job's own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,17 +230,28 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
-        """Encode two texts as one, with the ids that the post-processor adds around each.
+    def encode_each(
+        self, texts: Iterable[str | tuple[str, str]], add_special_tokens: bool = True
+    ) -> Iterator[list[int]]:
+        """Yield the ids of each text, and of each pair those of two texts as one.
+
+        As many texts are asked for at once as may be read by the process that stays.
 
         Raises:
             RequestError: as encode().
         """
-        if self._encoder is not None:
-            return _numbers(_asked(self._encoder, "encode_pair", first, second))
-        (encoding,) = self._backend.encode_batch_fast([(first, second)])
-        ids: list[int] = encoding.ids
-        return ids
+        for group in _groups(texts):
+            if self._encoder is None:
+                found = self._backend.encode_batch_fast(
+                    group, add_special_tokens=add_special_tokens
+                )
+                yield from (encoding.ids for encoding in found)
+                continue
+            numbers = _numbers(_asked(self._encoder, "encode_each", group, add_special_tokens))
+            at = len(group)
+            for count in numbers[:at]:
+                yield numbers[at : at + count]
+                at += count
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Decode token ids; ids outside the vocabulary are silent.
@@ -340,6 +355,22 @@ class Tokenizer:
         if self._has_byte_tokens and len(token) == 6 and token.startswith("<0x"):
             return bytes.fromhex(token[3:5])
         return token.replace("▁", " ").encode()
+
+
+def _groups(texts: Iterable[str | tuple[str, str]]) -> Iterator[list[str | tuple[str, str]]]:
+    """Cut texts into groups that are short together; a long text is alone."""
+    group: list[str | tuple[str, str]] = []
+    num_bytes = 0
+    for text in texts:
+        parts = (text,) if isinstance(text, str) else text
+        size = MARK_BYTES + sum((1 if part.isascii() else 4) * len(part) for part in parts)
+        if group and num_bytes + size > GROUP_BYTES:
+            yield group
+            group, num_bytes = [], 0
+        group.append(text)
+        num_bytes += size
+    if group:
+        yield group
 
 
 def _asked(encoder: Encoder, job: str, *args: Any) -> bytes:

@@ -52,7 +52,7 @@ class TextBatches:
             batch = self._batches[0]
             if self._parts is None:
                 self._started_ns = time.monotonic_ns()
-                self._parts = self._models[batch.model].compute(batch.texts)
+                self._parts = self._models[batch.model].compute(batch.texts, batch.num_unpooled)
             with torch.inference_mode():
                 found = next(self._parts)
             self._beat()

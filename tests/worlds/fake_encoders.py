@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from engine.errors import QueueFull, RequestError
@@ -34,6 +34,9 @@ class FakeEncoder:
         self.num_dimensions = DIMENSIONS if kind == "embedding" else None
         self.prompts = {"query": "query: "} if kind == "embedding" else {}
         self.default_prompt: str | None = None
+        self.pools_prompt = True
+        self.unpooled: list[int] = []
+        """What the last call asked to leave out of each text's pooling."""
         self.gate = asyncio.Event()
         """Nothing is computed until it is set."""
         self.gate.set()
@@ -45,19 +48,35 @@ class FakeEncoder:
         self._tokenizer = tokenizer
         self._end = tokenizer.special_id("<|end|>") if end_id is None else end_id
 
-    def tokenize(self, text: str) -> list[int]:
+    def ids(self, text: str) -> list[int]:
+        """The tokens of one text."""
         return [*self._tokenizer.encode(text), self._end]
 
-    def tokenize_pair(self, query: str, document: str) -> list[int]:
-        return [*self.tokenize(query), *self._tokenizer.encode(document, False), self._end]
+    def pair_ids(self, query: str, document: str) -> list[int]:
+        """The tokens of one pair."""
+        return [*self.ids(query), *self._tokenizer.encode(document, False), self._end]
 
-    async def compute(self, owner: str, texts: Sequence[Sequence[int]]) -> list[array[float]]:
-        if self.is_full:
-            raise QueueFull("texts wait", retry_after_ms=1000)
+    def tokenize(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        return map(self.ids, texts)
+
+    def tokenize_pairs(self, pairs: Iterable[tuple[str, str]]) -> Iterator[list[int]]:
+        return (self.pair_ids(query, document) for query, document in pairs)
+
+    def num_unpooled(self, prompt: str) -> int:
+        return 0 if self.pools_prompt or not prompt else len(self.ids(prompt)) - 1
+
+    def check(self, texts: Sequence[Sequence[int]]) -> None:
         assert all(1 <= len(ids) <= self.max_tokens for ids in texts)
         if not all(0 <= one < self._tokenizer.vocab_size for ids in texts for one in ids):
             raise RequestError("a token that the model does not know", code="unknown_token")
+
+    async def compute(
+        self, owner: str, texts: Sequence[list[int]], num_unpooled: Sequence[int] = ()
+    ) -> list[array[float]]:
+        if self.is_full:
+            raise QueueFull("texts wait", retry_after_ms=1000)
         self.asked.append((owner, [list(ids) for ids in texts]))
+        self.unpooled = list(num_unpooled)
         try:
             await self.gate.wait()
             await asyncio.sleep(0.001)

@@ -43,6 +43,8 @@ class TextAsk:
     token_ids: list[list[int]]
     num_cut: int = 0
     """Texts of which the end was left out."""
+    num_unpooled: Sequence[int] = ()
+    """The first tokens of each that its pooling leaves out; empty: of none."""
 
     @property
     def num_tokens(self) -> int:
@@ -91,13 +93,15 @@ def tokenize_texts(
         TextTooLong: and `cut` is None.
         RequestError: a text has no tokens.
     """
-    empty = [] if cut is None else encoder.tokenize(prompt)
+    empty = [] if cut is None else next(encoder.tokenize([prompt]))
     most = encoder.max_tokens if cut in (None, -1) else min(cut, encoder.max_tokens)
+    made = encoder.tokenize(prompt + text for text in texts if isinstance(text, str))
+    of_prompt = encoder.num_unpooled(prompt)
     found, num_cut, num_tokens = [], 0, 0
     for place, text in enumerate(texts):
         where = param if len(texts) == 1 else f"{param}[{place}]"
         is_ids = isinstance(text, list)
-        ids = text if isinstance(text, list) else encoder.tokenize(prompt + text)
+        ids = text if isinstance(text, list) else next(made)
         if len(ids) > most:
             if cut is None:
                 raise TextTooLong(len(ids), most, where)
@@ -108,7 +112,8 @@ def tokenize_texts(
         num_tokens += len(ids)
         _check_total(num_tokens, param)
         found.append(ids)
-    return TextAsk(found, num_cut)
+    unpooled = [0 if isinstance(text, list) else of_prompt for text in texts]
+    return TextAsk(found, num_cut, unpooled if of_prompt else ())
 
 
 def tokenize_pairs(
@@ -130,14 +135,10 @@ def tokenize_pairs(
         TextTooLong: a pair is too long and `cut` is None, or a query alone.
     """
     most = encoder.max_tokens if cut in (None, -1) else min(cut, encoder.max_tokens)
-    queries: dict[str, list[int]] = {}
+    without = _tokenize_queries(encoder, pairs, most, params[0])
     found, num_cut, num_tokens = [], 0, 0
-    for place, (query, document) in enumerate(pairs):
-        if query not in queries:
-            queries[query] = encoder.tokenize_pair(query, "")
-            if len(queries[query]) > most:
-                raise TextTooLong(len(queries[query]), most, params[0])
-        empty, ids = queries[query], encoder.tokenize_pair(query, document)
+    for place, ids in enumerate(encoder.tokenize_pairs(pairs)):
+        empty = without[pairs[place][0]]
         room = most if document_tokens is None else min(most, len(empty) + document_tokens)
         if len(ids) > room:
             if cut is None:
@@ -150,6 +151,23 @@ def tokenize_pairs(
         _check_total(num_tokens, params[1])
         found.append(ids)
     return TextAsk(found, num_cut)
+
+
+def _tokenize_queries(
+    encoder: TextEncoder, pairs: Sequence[tuple[str, str]], most: int, param: str
+) -> dict[str, list[int]]:
+    """Make tokens of each query beside an empty document."""
+    queries = list(dict.fromkeys(query for query, _ in pairs))
+    made = encoder.tokenize_pairs((query, "") for query in queries)
+    found: dict[str, list[int]] = {}
+    num_tokens = 0
+    for query, ids in zip(queries, made, strict=True):
+        if len(ids) > most:
+            raise TextTooLong(len(ids), most, param)
+        num_tokens += len(ids)
+        _check_total(num_tokens, param)
+        found[query] = ids
+    return found
 
 
 def _check_total(num_tokens: int, param: str) -> None:

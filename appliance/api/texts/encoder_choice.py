@@ -29,17 +29,15 @@ def choose_encoder(
         raise invalid_type("model", "a string", asked)
     name = (asked or "").removesuffix(":latest")
     found = next((one for one in encoders.values() if one.kind == kind), None)
-    if found is None:
-        raise _not_found(f"no model that {_MAKES[kind]} is served", f"serve {_SETTINGS[kind]} NAME")
-    if name in ("", found.name):
+    if found is not None and name in ("", found.name):
         return found
+    hint = f"serve {_SETTINGS[kind]} NAME" if found is None else f"ask `{found.name}`"
     if name in encoders or name in (served.model_id, *served.others):
         does = _MAKES[encoders[name].kind] if name in encoders else "writes text"
-        raise RequestError(
-            f"`{name[:200]}` {does}; here `{found.name}` is to be asked",
-            code="wrong_model",
-            param="model",
-        )
+        what = f"`{name[:200]}` {does}; it never {_MAKES[kind]}"
+        raise RequestError(what, code="wrong_model", param="model", hint=hint)
+    if found is None:
+        raise _not_found(f"no model that {_MAKES[kind]} is served", hint)
     if served.is_called(name):
         return found
     what = f"the model `{name[:200]}` does not exist here; `{found.name}` {_MAKES[kind]}"

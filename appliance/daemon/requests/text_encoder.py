@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 
@@ -37,22 +37,35 @@ class TextEncoder(Protocol):
     def default_prompt(self) -> str | None:
         """The name of the prompt of texts for which none is named; None: they have none."""
 
-    def tokenize(self, text: str) -> list[int]:
-        """Encode a text, with the model's special tokens."""
+    def tokenize(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """Encode texts, with the model's special tokens."""
 
-    def tokenize_pair(self, query: str, document: str) -> list[int]:
-        """Encode a query and a document for a score, with the model's special tokens."""
+    def tokenize_pairs(self, pairs: Iterable[tuple[str, str]]) -> Iterator[list[int]]:
+        """Encode queries, each with a document, for scores, with the model's special tokens."""
 
-    async def compute(self, owner: str, texts: Sequence[Sequence[int]]) -> list[array[float]]:
+    def num_unpooled(self, prompt: str) -> int:
+        """Count the first tokens of texts behind this prompt that their pooling leaves out."""
+
+    def check(self, texts: Sequence[Sequence[int]]) -> None:
+        """Check token ids; it takes long for many, so call it in a thread.
+
+        Raises:
+            RequestError: a text is empty or too long, or has a token that the model does not know.
+        """
+
+    async def compute(
+        self, owner: str, texts: Sequence[list[int]], num_unpooled: Sequence[int] = ()
+    ) -> list[array[float]]:
         """Compute a float32 vector for each text, or one number: its score before the sigmoid.
 
         Vectors are normalised where the model's files say so. Cancelling it drops what waits.
 
         Args:
             owner: the queue is shared fairly between owners.
-            texts: token ids; each has 1 to `max_tokens`.
+            texts: token ids that check() has passed; not changed afterwards.
+            num_unpooled: the first tokens of each that its pooling leaves out; empty: of none.
 
         Raises:
-            RequestError: a text is empty or too long, or its result is no number.
+            RequestError: a result is no number.
             Unavailable: no worker computes it.
         """

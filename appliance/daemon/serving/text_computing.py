@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, repeat
 from typing import Literal, Protocol
 
 from appliance.daemon.requests.text_encoder import TextEncoder
@@ -98,7 +98,7 @@ class TextComputing:
         return self._workers is not None and self._workers.is_lost
 
     async def compute(
-        self, model: str, owner: str, texts: Sequence[Sequence[int]]
+        self, model: str, owner: str, texts: Sequence[list[int]], num_unpooled: Sequence[int] = ()
     ) -> list[array[float]]:
         """Compute texts as TextEncoder.compute() does."""
         self._check_available()
@@ -109,7 +109,10 @@ class TextComputing:
         call = _Call(
             [array("f")] * len(texts), len(texts), asyncio.get_running_loop().create_future()
         )
-        waiting = [WaitingText(model, owner, list(ids)) for ids in texts]
+        waiting = [
+            WaitingText(model, owner, ids, num_unpooled=number)
+            for ids, number in zip(texts, num_unpooled or repeat(0), strict=False)
+        ]
         self.queue.push(waiting)
         self._calls |= {text: (call, place) for place, text in enumerate(waiting)}
         self.pump()
@@ -159,11 +162,11 @@ class TextComputing:
             batch = self.queue.next_batch(self._batch_tokens)
             if not batch:
                 break
-            batch.sort(key=lambda text: len(text.token_ids))  # equal lengths are computed as one
+            # equal lengths are computed as one, and pooled as one behind equal prompts
+            batch.sort(key=lambda text: (len(text.token_ids), text.num_unpooled))
             number = next(self._batch_ids)
             self._open[worker][number] = batch
-            texts = [text.token_ids for text in batch]
-            self._workers.send(worker, ComputeTexts(number, batch[0].model, texts))
+            self._workers.send(worker, _command(number, batch))
         busy = frozenset(name for name, batches in self._open.items() if batches)
         if busy != self._busy:
             self._busy = busy
@@ -201,6 +204,12 @@ class TextComputing:
             call.done.set_exception(error)
 
 
+def _command(number: int, batch: Sequence[WaitingText]) -> ComputeTexts:
+    unpooled = [text.num_unpooled for text in batch]
+    texts = [text.token_ids for text in batch]
+    return ComputeTexts(number, batch[0].model, texts, unpooled if any(unpooled) else [])
+
+
 _JUDGE = (
     "".join(
         (
@@ -231,17 +240,25 @@ class _Encoder:
         self.prompts = self._config.prompts
         self.default_prompt = self._config.default_prompt
 
-    def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text.lower() if self._config.lowers_case else text)
+    def tokenize(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        lowers_case = self._config.lowers_case
+        return self._tokenizer.encode_each(text.lower() if lowers_case else text for text in texts)
 
-    def tokenize_pair(self, query: str, document: str) -> list[int]:
+    def tokenize_pairs(self, pairs: Iterable[tuple[str, str]]) -> Iterator[list[int]]:
         if not self._config.compares_tokens:
-            return self._tokenizer.encode_pair(query, document)
+            return self._tokenizer.encode_each(pairs)
         before, between, after = _JUDGE
-        asked = f"{before}{query}{between}{document}{after}"
-        return self._tokenizer.encode(asked, add_special_tokens=False)
+        asked = (f"{before}{query}{between}{document}{after}" for query, document in pairs)
+        return self._tokenizer.encode_each(asked, add_special_tokens=False)
 
-    async def compute(self, owner: str, texts: Sequence[Sequence[int]]) -> list[array[float]]:
+    def num_unpooled(self, prompt: str) -> int:
+        if self._config.pools_prompt or not prompt:
+            return 0
+        (ids,) = self.tokenize([prompt])
+        # the special token behind a text is no part of the prompt
+        return len(ids) - (bool(ids) and self._tokenizer.is_silent(ids[-1]))
+
+    def check(self, texts: Sequence[Sequence[int]]) -> None:
         for place, ids in enumerate(texts):
             if not 1 <= len(ids) <= self.max_tokens:
                 what = f"text {place} has {len(ids)} tokens; the model takes 1 to {self.max_tokens}"
@@ -249,6 +266,10 @@ class _Encoder:
             if not 0 <= min(ids) <= max(ids) < self._config.vocab_size:
                 what = f"text {place} has a token that the model does not know"
                 raise RequestError(what, code="unknown_token")
+
+    async def compute(
+        self, owner: str, texts: Sequence[list[int]], num_unpooled: Sequence[int] = ()
+    ) -> list[array[float]]:
         if self._computing.encoders.get(self.name) is not self:
             raise Unavailable("the model was swapped out", code="model_loading")
-        return await self._computing.compute(self.name, owner, texts)
+        return await self._computing.compute(self.name, owner, texts, num_unpooled)

@@ -88,11 +88,10 @@ def attend(
             low, high = reach.of(start, end, run.length)
             mask = reach.mask(start, end, run.length, q.device)
             queries = _by_text(q, run, start, end)
-            # as many heads as queries have: without that, torch holds all products at once
-            shares = q.shape[1] // k.shape[1]
-            keys, values = (
-                _by_text(each, run, low, high).repeat_interleave(shares, 1) for each in (k, v)
-            )
+            keys, values = (_by_text(each, run, low, high) for each in (k, v))
+            if (shares := q.shape[1] // k.shape[1]) > 1:
+                # as many heads as queries have: without that, torch holds all products at once
+                keys, values = (each.repeat_interleave(shares, 1) for each in (keys, values))
             is_causal = mask is None and reach.is_causal
             found = F.scaled_dot_product_attention(
                 queries, keys, values, mask, is_causal=is_causal, scale=scale

@@ -6,8 +6,8 @@ Invariant: between two parts nothing is half done, and keys and values live for 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, groupby
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
@@ -18,8 +18,10 @@ from engine.worker.model.linear import Linear, Linears
 from engine.worker.model.text_attention import Reach, Run, attend, runs_of
 from engine.worker.model.weight import Weight, embedded
 
-PART_ROWS = 512
-"""Tokens that a part computes; a CPU's matrix products come within 10 % of their best rate."""
+PART_ROWS, LEAST_ROWS = 512, 128
+"""Tokens that a part computes; with 512 a CPU's products come within 10 % of their best rate."""
+PART_PRODUCTS = 5_000_000_000
+"""Of two numbers in a part, which chats wait for: with more of them a part has fewer tokens."""
 
 Weights = dict[str, Weight]
 Norm = Callable[[torch.Tensor], torch.Tensor]
@@ -61,6 +63,7 @@ class TextTransformer:
         compared: list[int] | None = None,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
+        self._part_rows = part_rows(config)
         family = config.family
         self._words = weights[f"{family.words}.weight"]
         types = family.token_types if config.num_token_types else None
@@ -79,14 +82,17 @@ class TextTransformer:
             yes, no = embedded(rows, torch.tensor(compared, device=device), torch.float32)
             self._compared = yes - no
 
-    def compute(self, texts: list[list[int]]) -> Iterator[torch.Tensor | None]:
+    def compute(
+        self, texts: list[list[int]], num_unpooled: Sequence[int] = ()
+    ) -> Iterator[torch.Tensor | None]:
         """Yield None after each part, at last the vectors or scores, float32 [texts, numbers].
 
         Args:
             texts: of at least one token and at most the configuration's number.
+            num_unpooled: the first tokens of each that its pooling leaves out; empty: of none.
         """
         lengths = [len(text) for text in texts]
-        runs = runs_of(lengths, PART_ROWS)
+        runs = runs_of(lengths, self._part_rows)
         places = torch.cat([torch.arange(length, device=self.device) for length in lengths])
         x = self._embedded(texts, places)
         yield None
@@ -100,7 +106,7 @@ class TextTransformer:
             for part in layer.compute(x, runs, turns):
                 x = x if part is None else part
                 yield None
-        yield self._pooled(x, lengths)
+        yield self._pooled(x, lengths, num_unpooled or [0] * len(lengths))
 
     def _embedded(self, texts: list[list[int]], places: torch.Tensor) -> torch.Tensor:
         config = self.config
@@ -135,7 +141,9 @@ class TextTransformer:
         angles = torch.cat((angles, angles), -1)[:, None]
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
-    def _pooled(self, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    def _pooled(
+        self, x: torch.Tensor, lengths: list[int], num_unpooled: Sequence[int]
+    ) -> torch.Tensor:
         modes = self.config.pooling
         if set(modes) <= {"cls", "lasttoken"}:  # the norm of the rows that are taken
             ends = torch.tensor(lengths, device=self.device).cumsum(0)
@@ -143,15 +151,20 @@ class TextTransformer:
             rows = [self._final_norm(x[starts if mode == "cls" else ends - 1]) for mode in modes]
             pooled = torch.cat(rows, -1).float()
         else:
-            whole = torch.split(self._final_norm(x).float(), lengths)
-            pooled = torch.stack(
-                [torch.cat([_pool(text, mode) for mode in modes]) for text in whole]
-            )
+            whole = self._final_norm(x).float()
+            pooled = _pool_all(whole, modes, lengths, num_unpooled)
         if self._compared is not None:
             return torch.matmul(pooled, self._compared)[:, None]
         for step in self._head:
             pooled = step(pooled.to(self.dtype)).float()
         return F.normalize(pooled, dim=-1) if self.config.is_normalized else pooled
+
+
+def part_rows(config: TextModelConfig) -> int:
+    """Count the tokens of a part: fewer where layers are large."""
+    inner = config.intermediate_size * (3 if config.family.is_gated else 2)
+    of_a_token = config.hidden_size * (config.num_heads * config.head_dim + inner)
+    return min(max(PART_PRODUCTS // of_a_token, LEAST_ROWS), PART_ROWS)
 
 
 class _Makes:
@@ -196,6 +209,7 @@ class _Layer:
         config, family = make.config, make.config.family
         before = f"{family.layer}{number}."
         self._rotation, self._config = (layer.theta, layer.stretch), config
+        self._part_rows = part_rows(config)
         self._reach = Reach(family.is_causal, layer.window)
         self._qkv = make.linear([f"{before}{name}" for name in family.qkv])
         self._qk_norms = [make.norm(f"{before}{name}") for name in family.qk_norms or ()]
@@ -210,24 +224,23 @@ class _Layer:
         self, x: torch.Tensor, runs: list[Run], turns_of: dict[Rotation, Turns]
     ) -> Iterator[torch.Tensor | None]:
         """Yield None after each part, at last the layer's result [num_rows, hidden_size]."""
-        config, num_rows = self._config, len(x)
+        scale, most = self._config.scale, self._part_rows
         turns = turns_of.get(self._rotation)
-        counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        q, k, v = (x.new_empty(num_rows, count, config.head_dim) for count in counts)
-        for rows in _parts(num_rows):
+        projected = []
+        for rows in _parts(len(x), most):
             at = None if turns is None else (turns[0][rows], turns[1][rows])
-            q[rows], k[rows], v[rows] = self._projected(x[rows], at)
+            projected.append(self._projected(x[rows], at))
             yield None
-        heads, first = x.new_empty(num_rows, config.num_heads * config.head_dim), 0
-        for found in attend(q, k, v, runs, self._reach, scale=config.scale, max_rows=PART_ROWS):
-            heads[first : first + len(found)] = found
-            first += len(found)
+        q, k, v = map(_together, zip(*projected, strict=True))
+        found = []
+        for part in attend(q, k, v, runs, self._reach, scale=scale, max_rows=most):
+            found.append(part)
             yield None
-        out = torch.empty_like(x)
-        for rows in _parts(num_rows):
-            out[rows] = self._joined(x[rows], heads[rows])
+        heads, joined = _together(found), []
+        for rows in _parts(len(x), most):
+            joined.append(self._joined(x[rows], heads[rows]))
             yield None
-        yield out
+        yield _together(joined)
 
     def _projected(self, x: torch.Tensor, turns: Turns | None) -> tuple[torch.Tensor, ...]:
         """Return queries, keys and values, each [rows, heads, head_dim]."""
@@ -258,9 +271,14 @@ class _Layer:
         return joined(x + after(self._down(inner, 0)))
 
 
-def _parts(num_rows: int) -> Iterator[slice]:
+def _parts(num_rows: int, most: int) -> Iterator[slice]:
     """Cut rows into parts."""
-    return (slice(first, first + PART_ROWS) for first in range(0, num_rows, PART_ROWS))
+    return (slice(first, first + most) for first in range(0, num_rows, most))
+
+
+def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join rows; one part stays where it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def _norms(make: _Makes, norms: HalfNorms, before: str) -> tuple[Norm, Norm, Norm]:
@@ -280,18 +298,33 @@ def _turned(heads: torch.Tensor, turns: Turns) -> torch.Tensor:
     return heads * cos + torch.cat((-second, first), -1) * sin
 
 
-def _pool(rows: torch.Tensor, mode: str) -> torch.Tensor:
-    """Pool a text's rows [num_tokens, hidden_size] into one."""
+def _pool_all(
+    rows: torch.Tensor, modes: Sequence[str], lengths: Sequence[int], num_unpooled: Sequence[int]
+) -> torch.Tensor:
+    """Pool texts that lie end to end, neighbours that are alike as one."""
+    found, first = [], 0
+    for (length, start), alike in groupby(zip(lengths, num_unpooled, strict=True)):
+        count = len(list(alike))
+        texts = rows[first : first + count * length].view(count, length, -1)
+        start = min(start, length - 1)  # as where a text was cut within its prompt
+        found.append(torch.cat([_pool(texts, start, mode) for mode in modes], -1))
+        first += count * length
+    return torch.cat(found)
+
+
+def _pool(texts: torch.Tensor, start: int, mode: str) -> torch.Tensor:
+    """Pool each text, [texts, num_tokens, hidden_size], into one row; means begin at a token."""
+    rows = texts[:, start:]
     match mode:
         case "cls":
-            return rows[0]
+            return texts[:, 0]
         case "lasttoken":
-            return rows[-1]
+            return texts[:, -1]
         case "max":
-            return rows.amax(0)
+            return rows.amax(1)
         case "mean":
-            return rows.mean(0)
+            return rows.mean(1)
         case "mean_sqrt_len_tokens":
-            return rows.sum(0) / math.sqrt(len(rows))
-    shares = torch.arange(1, len(rows) + 1, device=rows.device, dtype=rows.dtype)
+            return rows.sum(1) / math.sqrt(rows.shape[1])
+    shares = torch.arange(start + 1, texts.shape[1] + 1, device=rows.device, dtype=rows.dtype)
     return torch.matmul(shares, rows) / shares.sum()

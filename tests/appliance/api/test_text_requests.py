@@ -66,7 +66,7 @@ async def error_of(client, path, body, status=400):
 
 async def test_each_text_has_its_vector_in_order_and_usage_counts_tokens(client, embedder):
     reply = await posted(client, "/v1/embeddings", {"input": ["hello", "wörld"]})
-    wanted = [embedder.tokenize(text) for text in ("hello", "wörld")]
+    wanted = [embedder.ids(text) for text in ("hello", "wörld")]
     assert [one["embedding"] for one in reply["data"]] == [
         embedder.vector(ids).tolist() for ids in wanted
     ]
@@ -79,13 +79,13 @@ async def test_each_text_has_its_vector_in_order_and_usage_counts_tokens(client,
 async def test_base64_has_the_bytes_of_the_same_numbers(client, embedder):
     reply = await posted(client, "/v1/embeddings", {"input": "hi", "encoding_format": "base64"})
     data = base64.b64decode(reply["data"][0]["embedding"])
-    wanted = embedder.vector(embedder.tokenize("hi")).tolist()
+    wanted = embedder.vector(embedder.ids("hi")).tolist()
     assert list(struct.unpack(f"<{DIMENSIONS}f", data)) == wanted
 
 
 async def test_fewer_dimensions_are_the_first_with_length_1(client, embedder):
     reply = await posted(client, "/v1/embeddings", {"input": "hello wörld", "dimensions": 3})
-    whole = embedder.vector(embedder.tokenize("hello wörld"))[:3].tolist()
+    whole = embedder.vector(embedder.ids("hello wörld"))[:3].tolist()
     length = math.hypot(*whole)
     assert reply["data"][0]["embedding"] == pytest.approx([one / length for one in whole])
 
@@ -100,9 +100,20 @@ async def test_token_ids_are_taken_as_they_are(client, embedder, ids):
 
 async def test_a_prompt_by_name_stands_before_each_text(client, embedder):
     await posted(client, "/v1/embeddings", {"input": ["a", "b"], "prompt_name": "query"})
-    assert embedder.asked[0][1] == [embedder.tokenize(f"query: {text}") for text in "ab"]
+    assert embedder.asked[0][1] == [embedder.ids(f"query: {text}") for text in "ab"]
     error = await error_of(client, "/v1/embeddings", {"input": "a", "prompt_name": "passage"})
     assert error["param"] == "prompt_name"
+
+
+async def test_a_prompt_that_is_not_pooled_is_left_out_of_texts_alone(client, embedder):
+    embedder.pools_prompt = False
+    for body, wanted in (
+        ({"input": ["a", "bc"], "prompt_name": "query"}, [len(embedder.ids("query: ")) - 1] * 2),
+        ({"input": [[5, 6], "a"], "prompt_name": "query"}, [0, len(embedder.ids("query: ")) - 1]),
+        ({"input": "a"}, []),
+    ):
+        await posted(client, "/v1/embeddings", body)
+        assert embedder.unpooled == wanted
 
 
 async def test_the_makers_default_prompt_stands_before_texts_unless_none_is_asked(client, embedder):
@@ -114,9 +125,9 @@ async def test_the_makers_default_prompt_stands_before_texts_unless_none_is_aske
     }
     for path, body in bodies.items():
         await posted(client, path, body)
-        assert embedder.asked[-1][1] == [embedder.tokenize("query: a")]
+        assert embedder.asked[-1][1] == [embedder.ids("query: a")]
     await posted(client, "/v1/embeddings", {"input": "a", "prompt_name": ""})
-    assert embedder.asked[-1][1] == [embedder.tokenize("a")]
+    assert embedder.asked[-1][1] == [embedder.ids("a")]
 
 
 async def test_a_text_longer_than_the_model_is_refused_or_cut(client, appliance, embedder):
@@ -126,7 +137,7 @@ async def test_a_text_longer_than_the_model_is_refused_or_cut(client, appliance,
     for cut, length in ((-1, 64), (10, 10), (1000, 64)):
         await posted(client, "/v1/embeddings", {**long, "truncate_prompt_tokens": cut})
         ids = embedder.asked[-1][1][1]
-        whole = embedder.tokenize("x" * 100)
+        whole = embedder.ids("x" * 100)
         assert ids == [*whole[: length - 1], whole[-1]]  # the special token at the end stays
     assert appliance.closed_texts[-1][0].changes == "1 text cut"
 
@@ -218,11 +229,11 @@ async def test_a_document_that_is_too_long_is_cut_and_a_query_is_refused(client,
     reply = await posted(client, "/v2/rerank", body)
     assert reply["meta"]["warnings"]
     (ids,) = reranker.asked[-1][1]
-    whole = reranker.tokenize_pair("hello", "x" * 100)
+    whole = reranker.pair_ids("hello", "x" * 100)
     assert ids == [*whole[:63], whole[-1]]
     await posted(client, "/v2/rerank", body | {"max_tokens_per_doc": 5})
     (ids,) = reranker.asked[-1][1]
-    assert len(ids) == len(reranker.tokenize_pair("hello", "")) + 5
+    assert len(ids) == len(reranker.pair_ids("hello", "")) + 5
     refused = await posted(client, "/v2/rerank", {"query": "x" * 100, "documents": ["a"]}, 400)
     assert "message" in refused
     assert "error" not in refused
@@ -273,14 +284,14 @@ async def test_ollamas_vectors_have_the_length_1(client, embedder):
     reply = await posted(client, "/api/embed", {"model": f"{EMBED}:latest", "input": ["a", "b"]})
     assert len(reply["embeddings"]) == 2
     assert all(math.hypot(*one) == pytest.approx(1) for one in reply["embeddings"])
-    assert reply["prompt_eval_count"] == sum(len(embedder.tokenize(text)) for text in "ab")
+    assert reply["prompt_eval_count"] == sum(len(embedder.ids(text)) for text in "ab")
     one = await posted(client, "/api/embed", {"input": "a", "dimensions": 2})
     assert len(one["embeddings"][0]) == 2
 
 
 async def test_ollamas_older_path_gives_one_vector_as_it_was_computed(client, embedder):
     reply = await posted(client, "/api/embeddings", {"model": EMBED, "prompt": "a"})
-    assert reply == {"embedding": embedder.vector(embedder.tokenize("a")).tolist()}
+    assert reply == {"embedding": embedder.vector(embedder.ids("a")).tolist()}
 
 
 @pytest.mark.parametrize(
@@ -344,6 +355,9 @@ async def test_without_a_model_of_texts_the_setting_is_named(client, appliance):
     error = await error_of(client, "/v1/embeddings", {"input": "a"}, 404)
     assert error["code"] == "model_not_found"
     assert "--embedding-model" in error["message"]
+    error = await error_of(client, "/v1/embeddings", {"input": "a", "model": "fake/tiny-model"})
+    assert error["code"] == "wrong_model"
+    assert "--embedding-model" in error["message"]
 
 
 async def test_models_of_texts_are_listed(client):
@@ -368,7 +382,7 @@ async def test_each_request_is_closed_once_with_its_tokens(client, appliance, em
     await posted(client, "/v1/embeddings", {"input": ["a", "b"]})
     ((request, status),) = appliance.closed_texts
     assert (status, request.model, request.num_texts) == (200, EMBED, 2)
-    assert request.prompt_tokens == sum(len(embedder.tokenize(text)) for text in "ab")
+    assert request.prompt_tokens == sum(len(embedder.ids(text)) for text in "ab")
     assert request.error is None
     assert request.peer == ALICE
 

@@ -58,6 +58,28 @@ def test_ids_spans_and_texts_are_those_of_the_tokenizer_here(tmp_path, build, te
         assert there.decode(ids, skip) == here.decode(ids, skip)
 
 
+def test_many_texts_and_pairs_are_tokenized_in_few_jobs(tmp_path, monkeypatch):
+    folder = save(byte_level(), tmp_path)
+    there, here = read_tokenizer(folder, has_chats=False), Tokenizer.from_folder(folder)
+    jobs = []
+    read = there._encoder.read
+    monkeypatch.setattr(there._encoder, "read", lambda *job: jobs.append(job) or read(*job))
+    texts = ["", "hello", PLAIN, ("hello", PLAIN), ("", ""), *["a" * 400] * 300, LONG]
+    for add in (True, False):
+        assert list(there.encode_each(texts, add)) == list(here.encode_each(texts, add))
+        assert next(here.encode_each(["hello"], add)) == here.encode("hello", add)
+    assert len(jobs) == 2 * 3
+    assert list(there.encode_each([])) == []
+
+
+def test_texts_are_tokenized_as_they_are_taken(tmp_path):
+    tokenizer = read_tokenizer(save(byte_level(), tmp_path), has_chats=False)
+    given = []
+    texts = (given.append(text) or text for text in ["a" * LONG_BYTES] * 5)
+    assert next(tokenizer.encode_each(texts))
+    assert len(given) == 2
+
+
 @pytest.fixture(scope="module")
 def greedy(tmp_path_factory):
     return read_tokenizer(greedy_tokenizer(tmp_path_factory.mktemp("greedy") / "m"))

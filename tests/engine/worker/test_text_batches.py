@@ -20,7 +20,7 @@ class FakeTextModel:
     def __init__(self):
         self.num_parts = 0
 
-    def compute(self, texts):
+    def compute(self, texts, num_unpooled):
         for _ in range(NUM_PARTS):
             self.num_parts += 1
             yield None

@@ -6,8 +6,13 @@ from array import array
 import pytest
 
 from appliance.daemon.serving.text_computing import MAX_BATCHES, MAX_DEATHS, TextComputing
+from appliance.fleet.text_models import LoadedTexts, TextModel
+from engine.checkpoint.text_model import TextModelConfig
 from engine.errors import RequestError, Unavailable
-from engine.wire.messages import TextsComputed
+from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import TextModelSpec, TextsComputed
+from tests.text_checkpoints import add_modules, make_text_checkpoint
+from tests.wordpiece_tokenizer import write_wordpiece
 
 
 class FakeTextWorkers:
@@ -206,3 +211,29 @@ def test_calls_end_when_no_worker_is_left(computing, workers):
             await run(ask(computing, [4]))
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("pools_prompt", [True, False])
+def test_a_prompts_tokens_are_counted_without_the_special_one_behind_a_text(
+    pools_prompt, computing, workers, tmp_path
+):
+    folder = make_text_checkpoint(tmp_path / "it", "bert", num_hidden_layers=1)
+    add_modules(folder, pooling={"pooling_mode": "mean", "include_prompt": pools_prompt})
+    write_wordpiece(folder, ["query", "hello"])
+    config = TextModelConfig.from_folder(folder, "embedding")
+    spec = TextModelSpec("it", str(folder), "embedding", "float32")
+    model, tokenizer = TextModel("it", folder, config), Tokenizer.from_folder(folder)
+    computing.serve([LoadedTexts(model, tokenizer, spec)], workers, 8)
+    encoder = computing.encoders["it"]
+    assert encoder.num_unpooled("") == 0
+    assert encoder.num_unpooled("query: ") == (0 if pools_prompt else 3)
+
+    async def scenario():
+        (text,) = encoder.tokenize(["query: hello"])
+        call = asyncio.ensure_future(encoder.compute("a", [text], [3]))
+        await settle()
+        ((_, command),) = workers.take_all()
+        call.cancel()
+        return command
+
+    assert asyncio.run(scenario()).num_unpooled == [3]

@@ -1,5 +1,6 @@
 """Vectors and scores are transformers' own, whatever is computed beside a text."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -212,6 +213,36 @@ def test_a_folders_pooling_dense_layers_and_norm_are_done(mode, tmp_path):
     assert error(own, wanted / wanted.norm()) < 1e-5
 
 
+BEHIND_A_PROMPT = POOLINGS | {
+    "mean": lambda rows, start: rows[start:].mean(0),
+    "max": lambda rows, start: rows[start:].amax(0),
+    "mean_sqrt_len_tokens": lambda rows, start: rows[start:].sum(0) / (len(rows) - start) ** 0.5,
+    "weightedmean": lambda rows, start: (
+        (rows[start:] * torch.arange(start + 1, len(rows) + 1)[:, None]).sum(0)
+        / torch.arange(start + 1, len(rows) + 1).sum()
+    ),
+    "cls": lambda rows, _: rows[0],
+    "lasttoken": lambda rows, _: rows[-1],
+}
+"""What sentence-transformers makes of a text whose first tokens are masked when it is pooled."""
+
+
+@pytest.mark.parametrize("mode", BEHIND_A_PROMPT)
+def test_the_tokens_of_a_prompt_are_left_out_where_the_folder_says_so(mode, tmp_path):
+    folder = make_text_checkpoint(tmp_path / "it", "bert", num_hidden_layers=1)
+    add_modules(folder, pooling={"pooling_mode": mode, "include_prompt": False})
+    oracle, model = load_text_oracle(folder, "bert"), load(folder)
+    assert not model.config.pools_prompt
+    texts = [a_text(length, seed) for seed, length in enumerate((9, 9, 9, 20, 3))]
+    starts = [4, 4, 0, 7, 30]
+    with torch.inference_mode():
+        *_, found = model.compute(texts, starts)
+    for text, start, own in zip(texts, starts, found, strict=True):
+        states = hidden_states(oracle, text)
+        wanted = BEHIND_A_PROMPT[mode](states, min(start, len(text) - 1))
+        assert error(own, wanted / wanted.norm()) < 1e-5
+
+
 def test_older_files_say_each_mode_of_pooling_and_several_lie_side_by_side(tmp_path):
     folder = make_text_checkpoint(tmp_path / "it", "bert", num_hidden_layers=1)
     modes = {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}
@@ -273,3 +304,10 @@ def test_a_model_of_the_other_kind_is_refused(checkpoint):
     for kind, other in (("embedding", "rerank"), ("rerank", "embedding")):
         with pytest.raises(CheckpointError):
             load(checkpoint("bert", kind)[0], other)
+
+
+def test_a_part_of_a_large_layer_has_fewer_tokens(checkpoint):
+    config = load(checkpoint("qwen3")[0]).config
+    large = dataclasses.replace(config, hidden_size=2560, num_heads=32, intermediate_size=9728)
+    assert text_transformer.part_rows(config) == text_transformer.PART_ROWS
+    assert text_transformer.part_rows(large) == text_transformer.LEAST_ROWS
