@@ -23,7 +23,7 @@ _PATH = "/v1/embeddings"
 _SYLLABLES = [a + b for a, b in product("bdfgklmnprst", "aeiou")]
 _WORDS = ["".join(each) for each in product(_SYLLABLES, repeat=2)]
 _TOKENS_PER_WORD = 4
-"""Hardly more than a word has in any tokenizer; a text of so few words says how many it has."""
+"""Hardly more than a word has in any tokenizer; a short text says how many it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class TextLoad:
     """What is asked: a closed loop of `concurrency` requests."""
 
     num_tokens: int
-    """Of a text, nearly: texts are of whole words."""
+    """About the length of each text, in whole words."""
     num_texts: int
-    """Of a request."""
+    """The texts of one request."""
     concurrency: int
     seconds: float
     model: str | None = None
@@ -116,7 +116,7 @@ class _Asker:
         return int(body["usage"]["prompt_tokens"])
 
     def words_of(self, num_tokens: int) -> int:
-        """Count the words of a text of about so many tokens."""
+        """Count the words of a text of about this length."""
         draw = random.Random(0)
         words = draw.choices(_WORDS, k=max(num_tokens // _TOKENS_PER_WORD, 2))
         least, most = self(words[:1]), self([" ".join(words)])

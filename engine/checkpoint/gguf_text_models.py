@@ -74,7 +74,7 @@ _PARTS = {
 }
 """A layer's tensors, of all families: no name of one means another thing elsewhere."""
 _AFTER_ATTENTION = "post_attention_layernorm"
-"""But for this: it norms attention's result, or what the next part reads."""
+"""A norm: in some families of attention's result, in others before the next part."""
 
 
 def makes_scores(model: GgufModel) -> bool:

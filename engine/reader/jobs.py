@@ -36,7 +36,7 @@ from engine.text.schema_faults import mend
 from engine.text.tokenizer import Tokenizer, TokenizerFiles
 
 TEXTS_NICE = 10
-"""Of a process that tokenizes many texts at once."""
+"""How far a process that tokenizes many texts at once stands back."""
 NUM_TEMPLATES = 8
 """A model has up to two, and several models may take turns."""
 

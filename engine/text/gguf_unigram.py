@@ -1,6 +1,6 @@
 """Build a tokenizer of SentencePiece's likeliest pieces from a GGUF file's metadata.
 
-Invariant: ids equal those of the tokenizer.json that XLM-RoBERTa's models have.
+Invariant: XLM-RoBERTa's tokenizer.json makes equal ids.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ MAX_ADDED = 1 << 15  # each takes as long to build as ten ordinary ones
 MAX_DECODED_HERE = 64
 """Maximum of token ids that are decoded beside the loop's work: the last ones of a reply."""
 MARK_BYTES = 16
-"""Maximum of what a text or a pair takes besides on its way to the process that tokenizes."""
+"""Bytes besides a text or a pair in a message."""
 GROUP_BYTES = LONG_BYTES - 256
 """Maximum of texts that are tokenized at once, with room for the job's own name."""
 
@@ -233,9 +233,9 @@ class Tokenizer:
     def encode_each(
         self, texts: Iterable[str | tuple[str, str]], add_special_tokens: bool = True
     ) -> Iterator[list[int]]:
-        """Yield the ids of each text, and of each pair those of two texts as one.
+        """Yield the ids of each text, and of each pair the ids of two texts as one.
 
-        As many texts are asked for at once as may be read by the process that stays.
+        Texts are tokenized in groups.
 
         Raises:
             RequestError: as encode().

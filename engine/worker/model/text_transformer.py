@@ -21,7 +21,7 @@ from engine.worker.model.weight import Weight, embedded
 PART_ROWS, LEAST_ROWS = 512, 128
 """Tokens that a part computes; with 512 a CPU's products come within 10 % of their best rate."""
 PART_PRODUCTS = 5_000_000_000
-"""Of two numbers in a part, which chats wait for: with more of them a part has fewer tokens."""
+"""Maximum of multiplications of a part, which chats wait for; LEAST_ROWS may have more."""
 
 Weights = dict[str, Weight]
 Norm = Callable[[torch.Tensor], torch.Tensor]
