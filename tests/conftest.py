@@ -1,6 +1,7 @@
 import gc
 import json
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -109,6 +110,23 @@ def runtime_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         yield
+
+
+@pytest.fixture
+def in_time():
+    """Let a test that waits for ever fail, as one that opens a pipe nobody writes to."""
+
+    def end(*_):
+        has_ended.append(True)
+        raise TimeoutError
+
+    has_ended = []
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    assert not has_ended, "the test may have taken it for a refusal"
 
 
 @pytest.fixture(scope="session")

@@ -327,3 +327,24 @@ def test_folders_of_strangers_are_read_by_two_files_alone():
         file for file in files() if any(reads_by_hand(node) for node in ast.walk(parsed(file)))
     }
     assert by_hand == READS_BY_HAND.keys()
+
+
+READ_MODELS = {
+    "engine/reader/jobs.py": "the process with limits",
+    "appliance/cli/model_sources.py": "a command of a person's, once that process has read it",
+    "engine/worker/measure.py": "a shape that a person has measured",
+}
+"""Files that read what models hold, beside the readers themselves."""
+READERS = {"Checkpoint.open", "GgufModel.open", "FolderFiles", "TokenizerFiles.read"}
+READERS |= {"ModelConfig.from_folder", "TextModelConfig.from_folder", "Tokenizer.from_folder"}
+
+
+def test_the_daemon_and_its_workers_read_no_model_by_themselves():
+    found = {
+        file
+        for file in files()
+        if not file.startswith(("engine/checkpoint/", "engine/text/"))
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in READERS
+    }
+    assert found == READ_MODELS.keys()

@@ -12,6 +12,8 @@ import pytest
 from tests.daemons import ALONE, Daemon
 from tests.hostile_models import HOSTILE_TEXTS, greedy_tokenizer
 
+pytestmark = pytest.mark.usefixtures("in_time")
+
 
 def bodies(text):
     user = [{"role": "user", "content": text}]

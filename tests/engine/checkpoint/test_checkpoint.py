@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.hub.names import STARTER_FOLDER
+from engine.checkpoint import safetensors_header
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, expected_shapes
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.safetensors_header import read_header
@@ -359,3 +360,22 @@ def test_absurd_dimensions_are_refused(tmp_path, shape):
     write_raw(tmp_path / "x.safetensors", json.dumps({"x": entry}).encode(), b"")
     with pytest.raises(CheckpointError, match="malformed"):
         read_header(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("header_bytes", [0, 1, 1 << 40, 1 << 63, (1 << 64) - 1])
+def test_a_header_that_the_file_cannot_hold_is_not_read(tmp_path, header_bytes):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", header_bytes) + b"{}" * 100)
+    with pytest.raises(CheckpointError) as refused:
+        read_header(path)
+    assert refused.value.where == str(path)
+
+
+def test_more_tensors_than_any_model_has_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_header, "MAX_TENSORS", 3)
+    path = tmp_path / "x.safetensors"
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    for count in (3, 4):
+        write_raw(path, json.dumps(dict.fromkeys("abcd"[:count], entry)).encode(), b"")
+        with pytest.raises(CheckpointError) if count > 3 else contextlib.nullcontext():
+            assert len(read_header(path)[1]) == 3

@@ -15,6 +15,8 @@ from engine.checkpoint.safetensors_header import read_header
 from engine.errors import CheckpointError
 from tests.hostile_models import ODD_FILES
 
+pytestmark = pytest.mark.usefixtures("in_time")
+
 
 @pytest.mark.parametrize("make", ODD_FILES.values(), ids=ODD_FILES)
 def test_only_a_regular_file_is_read(tmp_path, make):

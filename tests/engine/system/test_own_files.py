@@ -28,6 +28,8 @@ from engine.system.own_files import (
     open_own_target,
 )
 
+pytestmark = pytest.mark.usefixtures("in_time")
+
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC

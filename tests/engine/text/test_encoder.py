@@ -22,6 +22,8 @@ from engine.text.tokenizer import TRIAL_TEXT, Tokenizer
 from tests.hostile_models import HOSTILE_TEXTS, greedy_tokenizer
 from tests.tiny_tokenizers import byte_level, save, sentencepiece_like
 
+pytestmark = pytest.mark.usefixtures("in_time")
+
 PLAIN = "Once upon a time, 1234 ä中😀 <s>\n"
 LONG = "hello wörld 😀 12 <|end|><s>\n" * (LONG_BYTES // 20)
 
@@ -29,6 +31,10 @@ LONG = "hello wörld 😀 12 <|end|><s>\n" * (LONG_BYTES // 20)
 def processes():
     """The processes that tokenize: children of the reader."""
     return {one.pid for one in psutil.Process(READER.pid).children()}
+
+
+def is_alive(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
@@ -128,8 +134,10 @@ def test_a_process_that_is_killed_is_started_again_for_the_text(made):
     fork.kill()
     assert tokenizer.encode(PLAIN) == wanted
     assert process.is_running()
+    (fork,) = process.children()
     process.kill()
     assert tokenizer.encode(PLAIN) == wanted
+    fork.wait(10)
 
 
 def test_a_text_that_is_given_up_costs_a_fork_and_no_process(tmp_path, made):
@@ -147,7 +155,7 @@ def test_the_process_outlives_the_reader_and_ends_with_the_tokenizer(made):
     assert READER.read("constraint", "regex", "a", True)  # by another reader
     assert tokenizer.encode(PLAIN)
     assert process.pid not in processes()
-    assert process.is_running()
+    assert is_alive(process)
     del tokenizer
     gc.collect()
     process.wait(10)
@@ -167,6 +175,22 @@ def test_a_tokenizer_that_is_let_go_leaves_nothing(made):
 
     num_held()
     assert num_held() == num_held()
+
+
+def test_a_process_holds_nothing_of_another_models(made):
+    """Or a text would wait in vain for the end of a process that another one holds up."""
+    (first, one), (second, other) = made(), made()
+    assert first.encode(PLAIN) == second.encode(PLAIN)
+    assert one.num_fds() == other.num_fds()
+
+
+def test_the_memory_of_a_text_is_bounded_by_its_length(made):
+    tokenizer, process = made()
+    for text in (PLAIN * 1000, PLAIN):
+        tokenizer.encode(text)
+    (fork,) = process.children()
+    left_bytes = fork.rlimit(psutil.RLIMIT_AS)[0] - fork.memory_info().vms
+    assert 60 << 20 < left_bytes < 66 << 20
 
 
 def test_a_process_is_not_replaced_by_one_with_other_ids(tmp_path, made):

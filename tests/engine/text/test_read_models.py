@@ -30,6 +30,8 @@ from tests.gguf_files import write_gguf, write_pieces
 from tests.hostile_models import HOSTILE, HOSTILE_TOKENIZERS, sentence_piece_bomb
 from tests.protobuf_fields import field
 
+pytestmark = pytest.mark.usefixtures("in_time")
+
 FAMILIES = ("phi3", "gemma4_text", "gpt_oss", "qwen3_5_moe_text")
 LONG = {
     "rope_type": "longrope",
@@ -44,6 +46,19 @@ PROGRAM = (
     "reader.main()"
 )
 """The process with less time; reading a configuration hangs."""
+
+PEAK = """
+import sys
+from pathlib import Path
+from engine.errors import CheckpointError
+from engine.text import read_models
+try:
+    getattr(read_models, sys.argv[1])(Path(sys.argv[2]))
+except CheckpointError:
+    with open("/proc/self/status") as file:
+        print(*(line.split()[1] for line in file if line.startswith("VmHWM")))
+"""
+"""Reads a model; says the most kilobytes that this process had, if the model is refused."""
 
 
 @pytest.fixture
@@ -97,6 +112,19 @@ def test_tokenizers_that_take_too_much_are_an_error_of_that_model(tmp_path, make
     with pytest.raises(CheckpointError) as refused:
         read_models.read_tokenizer(make(tmp_path / "m"))
     assert str(tmp_path) in refused.value.where
+
+
+@pytest.mark.parametrize(
+    ("read", "make"),
+    [
+        ("read_checkpoint", HOSTILE["config of nested lists"]),
+        ("read_tokenizer", HOSTILE_TOKENIZERS["vocabulary of three millions"]),
+    ],
+)
+def test_what_a_model_holds_takes_no_memory_of_the_process_that_asks(tmp_path, read, make):
+    command = [sys.executable, "-c", PEAK, read, str(make(tmp_path / "m"))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert 0 < int(ended.stdout) < 200_000, ended.stderr
 
 
 def test_half_a_character_is_an_error_of_its_model(tmp_path):

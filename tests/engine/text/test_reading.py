@@ -20,6 +20,8 @@ from engine.text.chat_template import TOO_COSTLY, ChatTemplate
 from engine.text.reading import READER, Reader
 from tests.family_templates import FAMILIES
 
+pytestmark = pytest.mark.usefixtures("in_time")
+
 USER = {"role": "user", "content": "hello"}
 SLOW = "{% for i in range(99999) %}{% for j in range(20) %}{% endfor %}{% endfor %}done"
 """A tenth of a second or two, and an end."""
@@ -297,6 +299,9 @@ def test_the_process_says_nothing_leaves_no_dump_and_is_ended_before_workers(rea
     process = psutil.Process(reader.pid)
     assert os.readlink(f"/proc/{reader.pid}/fd/2") == os.devnull  # where a compiler writes texts
     assert process.rlimit(psutil.RLIMIT_CORE) == (0, 0)
+    memory_bytes, most_bytes = process.rlimit(psutil.RLIMIT_AS)
+    assert 0 < memory_bytes <= 1 << 30
+    assert most_bytes <= 1 << 31
     assert Path(f"/proc/{reader.pid}/oom_score_adj").read_text() == "800\n"
 
 

@@ -1,0 +1,48 @@
+"""How much memory a process may take for what it has read; each tries in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys
+from engine.checkpoint import model_file
+from engine.reader.limits import SPARE_BYTES, limit_memory, limit_memory_of_text
+
+MB = 1 << 20
+assert SPARE_BYTES == 64 * MB
+def fits(num_bytes):
+    try:
+        bytearray(num_bytes)
+    except MemoryError:
+        return False
+    return True
+"""
+CASES = {
+    "nothing read": "limit_memory(4); print(fits(56 * MB), fits(72 * MB))",
+    "four bytes for each that is read": (
+        "limit_memory(4); model_file._on_read(16 * MB); print(fits(116 * MB), fits(136 * MB))"
+    ),
+    "a text": "limit_memory_of_text(64 << 10); print(fits(116 * MB), fits(136 * MB))",
+    "a text after another": (
+        "limit_memory_of_text(MB); limit_memory_of_text(0); print(fits(56 * MB), fits(72 * MB))"
+    ),
+    "less than was given": (
+        "resource.setrlimit(resource.RLIMIT_AS, (600 * MB, 600 * MB)); limit_memory(4);"
+        "model_file._on_read(1 << 30); print(fits(16 * MB), fits(600 * MB))"
+    ),
+    "a text with less than was given": (
+        "resource.setrlimit(resource.RLIMIT_AS, (600 * MB, 600 * MB)); limit_memory_of_text(MB);"
+        "print(fits(16 * MB), fits(600 * MB))"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_fits_is_bounded_by_what_was_read(case):
+    command = [sys.executable, "-c", SCRIPT + case]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.split() == ["True", "False"], ended.stderr
