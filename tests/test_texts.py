@@ -140,3 +140,14 @@ def test_two_models_of_one_name_are_refused(config, folders, tmp_path):
     with pytest.raises(ConfigError) as error:
         make_plan(config(rerank_model=twin))
     assert error.value.where == "rerank_model"
+
+
+def test_texts_that_no_memory_would_hold_are_refused(config, tmp_path):
+    """By a file that names a longer text than any other: rotations need no table of places."""
+    folder = make_text_checkpoint(tmp_path / "m", "qwen3", max_position_embeddings=2**31 - 1)
+    write_tokenizer(folder)
+    with pytest.raises(ConfigError) as error:
+        make_plan(config(embedding_model=folder, kv_memory_bytes=1 << 26))
+    assert error.value.where == "embedding_model"
+    add_modules(folder, max_seq_length=LONGEST)
+    make_plan(config(embedding_model=folder)).close()

@@ -33,7 +33,13 @@ from appliance.fleet.placement import (
 from appliance.fleet.placer import Placer, this_inventory
 from appliance.fleet.profile_store import Known
 from appliance.fleet.scopes import devices_name, gpus_name, machine_scope, model_scope
-from appliance.fleet.text_models import LoadedTexts, TextModel, load_texts, read_text_models
+from appliance.fleet.text_models import (
+    LoadedTexts,
+    TextModel,
+    load_texts,
+    read_text_models,
+    room_for_texts,
+)
 from appliance.fleet.weights_file import WeightsFile, folder_of
 from appliance.fleet.weights_offload import Offload, share_memory
 from appliance.fleet.weights_plan import (
@@ -225,8 +231,10 @@ def predict_place(
     if free_bytes is None:
         free_bytes = inventory.memory_bytes
     text_models = read_text_models(config, model_id)
-    reserved_bytes = sum(each.num_bytes for each in text_models) * len(config.place.prefill)
-    room_bytes = max(free_bytes + freed_bytes - reserved_bytes, 0)
+    room_bytes = free_bytes + freed_bytes
+    host_bytes = None if inventory.gpus else room_bytes
+    texts_bytes = room_for_texts(text_models, len(config.place.prefill), host_bytes)
+    room_bytes = max(room_bytes - texts_bytes, 0)
     inventory = replace(inventory, memory_bytes=room_bytes)
 
     def known(gpus: Sequence[Gpu], serving_dtype: str) -> Profile:

@@ -19,6 +19,7 @@ from engine.checkpoint.text_model import NUM_ANSWERS, TextModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.text.read_models import read_text_model, read_tokenizer
 from engine.text.tokenizer import Tokenizer
+from engine.units import size_text
 from engine.wire.messages import Command, TextModelSpec
 
 STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
@@ -110,6 +111,26 @@ def read_text_models(config: ServeConfig, served: str) -> tuple[TextModel, ...]:
         )
         models.append(TextModel(name, folder, found))
     return tuple(models)
+
+
+def room_for_texts(models: Sequence[TextModel], num_workers: int, free_bytes: int | None) -> int:
+    """Count the bytes of the models in all workers, and of what their longest texts take.
+
+    Args:
+        free_bytes: of the host; None: they may lie on a GPU.
+
+    Raises:
+        ConfigError: that is more than is free.
+    """
+    wanted_bytes = num_workers * sum(model.num_bytes for model in models)
+    if free_bytes is not None and wanted_bytes > free_bytes:
+        largest = max(models, key=lambda model: model.num_bytes)
+        config, wanted = largest.config, size_text(largest.num_bytes)
+        what = f"up to {wanted} for a text of {config.max_tokens:,} tokens"
+        what = f"{largest.name} takes {what}, {size_text(free_bytes)} is free"
+        hint = "max_seq_length in its sentence_bert_config.json bounds texts"
+        raise ConfigError(what, where=f"{config.kind}_model", hint=hint)
+    return wanted_bytes
 
 
 def _check_name(where: str, name: str, others: Collection[str]) -> None:
