@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from functools import partial
 
@@ -9,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 
 from appliance.api.anthropic.ask import in_anthropics_words, messages_ask
 from appliance.api.anthropic.replies import MessageShape
+from appliance.api.core.ask import Ask
 from appliance.api.core.endpoint import Asked, Endpoint
 from appliance.api.core.wire import appliance_of
 from appliance.api.ollama.ask import chat_ask_of, generate_ask, in_ollamas_words, unloaded
@@ -18,9 +20,10 @@ from appliance.api.openai.replies import ReplyShape, fingerprint
 from appliance.api.responses.ask import in_our_words, response_ask
 from appliance.api.responses.background import respond
 from appliance.api.responses.replies import ResponseShape
-from appliance.api.responses.store import keep_for, previous_items, with_items
+from appliance.api.responses.store import conversation, keep_for, previous_items, with_items
 from appliance.daemon.requests.request import Request
 from appliance.daemon.survival.journal import Replayed
+from appliance.json.fields import Json
 
 
 def _reply_form(
@@ -36,6 +39,13 @@ def _reply_form(
     )
 
 
+def _response_ask(fields: Json, http: HttpRequest, replayed: Replayed) -> Ask:
+    previous = previous_items(fields, http, replayed)
+    ask = response_ask(fields, appliance_of(http).model, [one.read() for one in previous])
+    items = conversation(fields, previous, is_background=ask.is_background)
+    return dataclasses.replace(ask, conversation=items)
+
+
 def _response_form(
     asked: Asked, request: Request, http: HttpRequest, replayed: Replayed
 ) -> ResponseShape:
@@ -48,7 +58,7 @@ def _response_form(
         created_at=int(replayed(time.time)),
         origins=ask.tools.origins if ask.tools else {},
         tokenizer=tokenizer if ask.logprobs is not None else None,
-        keep=keep_for(asked.fields, http, replayed),
+        keep=keep_for(asked.fields, http, ask.conversation),
     )
 
 
@@ -67,9 +77,8 @@ ENDPOINTS = {
     ),
     "/v1/responses": Endpoint(
         id_prefix="resp_",
-        decode=lambda fields, http, replayed: response_ask(
-            fields, appliance_of(http).model, previous_items(fields, http, replayed)
-        ),
+        decode=_response_ask,
+        is_quick=False,  # it may continue a long conversation
         form=_response_form,
         refusal=in_our_words,
         read=with_items,

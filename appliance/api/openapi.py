@@ -28,7 +28,7 @@ _REASONS = {
     401: "The API key is missing or not valid.",
     403: "The role is not enough, or the request is another's.",
     404: "It is not there.",
-    409: "The daemon is stopping, or has one worker only.",
+    409: "The daemon is stopping, has one worker only, or has not ended what is to be deleted.",
     413: "The body is too large.",
     429: "The queue is full; the reply says when to come back.",
     431: "The headers are too large.",
@@ -118,8 +118,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/v1/responses/{id}"): _may_be_missing(
         "getResponse", "A response that is kept in memory.", ref("Response")
     ),
-    ("DELETE", "/v1/responses/{id}"): _may_be_missing(
-        "deleteResponse", "Forget a response.", shape({"id": STRING, "deleted": {"const": True}})
+    ("DELETE", "/v1/responses/{id}"): Operation(
+        "deleteResponse",
+        "Forget a response that has ended.",
+        shape({"id": STRING, "deleted": {"const": True}}),
+        errors=(404, 409),
     ),
     ("GET", "/v1/responses/{id}/input_items"): Operation(
         "listInputItems",

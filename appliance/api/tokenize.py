@@ -128,7 +128,11 @@ class _TokenizeApi:
         def work() -> Json:
             try:
                 values = with_items(decode_object(body), http, anew)
-                ask = counted_ask(values, appliance.model, previous_items(values, http, anew))
+                ask = counted_ask(
+                    values,
+                    appliance.model,
+                    [one.read() for one in previous_items(values, http, anew)],
+                )
                 num_tokens = _num_tokens(ask, appliance)
             except RequestError as error:
                 raise in_our_words(error) from error

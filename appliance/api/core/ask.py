@@ -221,6 +221,8 @@ class Ask:
     """Where a chat does not fit, its oldest turns are left out until it does."""
     is_background: bool = False
     """It is answered at once, and generated behind that."""
+    conversation: tuple[Any, ...] = ()
+    """The items, by id and as JSON, with which a response is kept."""
     ignored: tuple[str, ...]
     """Names of the fields that have no effect."""
 

@@ -18,7 +18,7 @@ async def decode(entry: Entry) -> Asked:
         RequestError: names the field that is wrong.
     """
     try:
-        return await entry.run(partial(_decoded, entry), is_quick=True)
+        return await entry.run(partial(_decoded, entry), is_quick=entry.endpoint.is_quick)
     except NothingToGenerate as ended:
         entry.keep_loaded(ended.keep_alive_s)
         raise

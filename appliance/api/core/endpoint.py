@@ -45,9 +45,11 @@ class Endpoint:
     id_prefix: str
     """Of its requests' ids."""
     decode: Callable[[Json, HttpRequest, Replayed], Ask]
-    """Validates a body; called in a thread where that is large."""
+    """Validates a body; called in a thread where that is large, or not quick."""
     form: Callable[[Asked, Request, HttpRequest, Replayed], ReplyForm]
     """What its replies look like."""
+    is_quick: bool = True
+    """Whether reading and validating a small body takes no millisecond."""
     refusal: Callable[[RequestError], RequestError] = lambda error: error
     """A refusal of what was asked, in words that its clients know."""
     read: Callable[[Json, HttpRequest, Replayed], Json] = lambda fields, _http, _replayed: fields

@@ -18,6 +18,10 @@ from appliance.api.responses.replies import ResponseShape
 
 ENDS_WITH = {"x-penstock-ends-with": "daemon"}
 """A daemon that is killed takes it along, and no socket tells its client."""
+TOO_LONG = {
+    "code": "response_too_long",
+    "message": "with its conversation it is too long to be kept",
+}
 _RUNNING: set[asyncio.Task[None]] = set()
 """The loop keeps no task alive by itself."""
 
@@ -47,3 +51,5 @@ async def _write(reply: Reply, form: ResponseShape) -> None:
     if sent and sent[0].get("status") != 200:
         body = msgspec.json.decode(b"".join(one.get("body", b"") for one in sent))
         form.failed({"code": "server_error", "message": body["error"]["message"]})
+    elif not form.is_kept:
+        form.failed(TOO_LONG)

@@ -28,7 +28,7 @@ class ItemReader:
     def __init__(self, offer: Offer) -> None:
         self.conversation = Conversation()
         self._offer = offer
-        self._thought = ""
+        self._thoughts: list[str] = []
         """Reasoning that belongs to the answer behind it."""
 
     def ended(self) -> Conversation:
@@ -72,7 +72,7 @@ class ItemReader:
         who = speaker(value)
         if who != "assistant":
             self._say_thought()
-        thought, self._thought = self._thought, ""
+        thought = self._taken()
         read_message(
             self.conversation, value, where, is_newest=is_newest, thought=thought, known=_OWN
         )
@@ -82,12 +82,17 @@ class ItemReader:
         text = thought_in(value.get("content")) or thought_in(value.get("summary"))
         if not text:
             self.conversation.leave_out(where)
-        self._thought = "\n".join(filter(None, (self._thought, text)))
+        else:
+            self._thoughts.append(text)
+
+    def _taken(self) -> str:
+        """Take the reasoning so far."""
+        thought, self._thoughts = "\n".join(self._thoughts), []
+        return thought
 
     def _say_thought(self) -> None:
         """Make a message of reasoning that no answer follows, as where a limit cut it off."""
-        thought, self._thought = self._thought, ""
-        if thought:
+        if thought := self._taken():
             self.conversation.say("assistant", "", "input", reasoning_content=thought)
 
     def _call(self, value: Json, where: str, *, is_newest: bool) -> None:
@@ -100,9 +105,8 @@ class ItemReader:
         told = self._offer.told_name(call.name, value.get("namespace"))
         written_call = written(call._replace(name=told))
         messages = self.conversation.messages
-        if not messages or messages[-1]["role"] != "assistant" or self._thought:
-            thought, self._thought = self._thought, ""
-            self.conversation.say("assistant", None, where, reasoning_content=thought)
+        if not messages or messages[-1]["role"] != "assistant" or self._thoughts:
+            self.conversation.say("assistant", None, where, reasoning_content=self._taken())
         messages[-1].setdefault("tool_calls", []).append(written_call)
 
     def _output(self, value: Json, where: str, *, is_newest: bool) -> None:

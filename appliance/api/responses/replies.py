@@ -88,7 +88,7 @@ class ResponseShape:
         created_at: Unix seconds.
         origins: how the client knows its functions, by the names that the model is told.
         tokenizer: spells the log-probabilities; None: there are none.
-        keep: keeps the whole response; None: it is not kept.
+        keep: keeps the whole response unless that is too long; None: it is not to be kept.
     """
 
     media_type = EVENTS
@@ -102,10 +102,12 @@ class ResponseShape:
         created_at: int,
         origins: Mapping[str, Origin],
         tokenizer: Tokenizer | None = None,
-        keep: Callable[[Json], None] | None = None,
+        keep: Callable[[Json], bool] | None = None,
     ) -> None:
         self._request, self._replayed = request, replayed
         self._keep, self._tokenizer = keep, tokenizer
+        self.is_kept = False
+        """Whether the whole response can be read later."""
         self._num_tokens = 0
         self._entries: list[Any] = []
         """Log-probabilities of tokens whose text has not come yet."""
@@ -162,8 +164,7 @@ class ResponseShape:
     def _ended(self) -> Json:
         """Write the whole response, and keep it where its client wants that."""
         response = self._response(self._status())
-        if self._keep is not None:
-            self._keep(response)
+        self.is_kept = self._keep is not None and self._keep(response)
         return response
 
     def begun(self) -> Json:
@@ -173,9 +174,9 @@ class ResponseShape:
         return self._response("queued")
 
     def failed(self, why: Json) -> None:
-        """Keep that it has failed."""
+        """Keep that it has failed, without what came of it."""
         if self._keep is not None:
-            self._keep({**self._response("failed"), "error": why})
+            self._keep({**self._response("failed"), "error": why, "output": []})
 
     def alive(self, place: int | None) -> bytes:
         return keep_alive(place)

@@ -28,7 +28,7 @@ from engine.wire.sampling import TokenLogprob
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 """Version of the records. A journal of another version cannot be replayed."""
 MAX_UNWRITTEN = 32
 """Maximum records that wait for a reply's next bytes."""

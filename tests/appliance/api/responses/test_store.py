@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import httpx
 import msgspec
 import openai
 import pytest
 
-from appliance.api.responses.store import MAX_CONVERSATION_BYTES, ResponseStore
+from appliance.api.responses import store as store_file
+from appliance.api.responses.store import MAX_CONVERSATION_BYTES, KeptItem, ResponseStore
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
@@ -177,15 +180,19 @@ async def test_reasoning_is_an_item_of_its_own(served, appliance):
 # The store
 
 
+def written(*items):
+    return [KeptItem.of(item) for item in items]
+
+
 def kept(store, number, text="x", owner="ann"):
-    store.add(owner, {"id": f"resp_{number}"}, [{"text": text}])
+    store.add(owner, {"id": f"resp_{number}", "output": []}, written({"text": text}))
 
 
 def test_the_oldest_go_beyond_the_bounds():
     store = ResponseStore(max_responses=3, max_bytes=1000)
     for number in range(5):
         kept(store, number)
-    assert store.items("resp_4", "ann") == [{"text": "x"}]
+    assert [one.read() for one in store.items("resp_4", "ann")] == [{"text": "x"}]
     for number in (0, 1):
         with pytest.raises(RequestError):
             store.items(f"resp_{number}", "ann")
@@ -221,11 +228,11 @@ def test_what_is_forgotten_makes_room():
 def test_who_asks_for_one_item_or_for_all_as_they_are_has_no_other_read(monkeypatch):
     store, decode, sizes = ResponseStore(), msgspec.json.decode, []
     items = [{"id": "small"}, {"id": "large", "text": "x" * 10_000}]
-    store.add("ann", {"id": "a", "output": [{"id": "out"}]}, [*items, {"id": "out"}])
+    store.add("ann", {"id": "a", "output": [{"id": "out"}]}, written(*items))
     monkeypatch.setattr(
         msgspec.json, "decode", lambda data: sizes.append(len(data)) or decode(data)
     )
-    assert store.item("small", "ann") == {"id": "small"}
+    assert store.item("small", "ann").read() == {"id": "small"}
     assert [decode(one.data) for one in store.asked("a", "ann")] == items
     store.delete("a", "ann")
     assert sizes == [len('{"id":"small"}')]
@@ -262,13 +269,42 @@ async def test_an_item_is_found_by_its_id(served, appliance):
     assert [one["id"] for one in kept["data"]][1:] == references[::-1]
 
 
+async def test_few_words_do_not_refer_to_many_megabytes(served, appliance, monkeypatch):
+    monkeypatch.setattr(store_file, "MAX_CONVERSATION_BYTES", 7000)
+    says(appliance, "Paris" + END)
+    first = (await served.http.post("/v1/responses", json={"input": "x" * 2000})).json()
+    (asked,) = (await served.http.get(f"/v1/responses/{first['id']}/input_items")).json()["data"]
+    reference = {"type": "item_reference", "id": asked["id"]}
+    for count, status in ((2, 200), (4, 400)):
+        body = {"input": [*[reference] * count, {"role": "user", "content": "Italy?"}]}
+        for path in ("/v1/responses", "/v1/responses/input_tokens"):
+            reply = await served.http.post(path, json=body)
+            assert reply.status_code == status, reply.text
+
+
+async def test_a_conversation_that_goes_on_is_read_once_and_beside_the_loop(
+    served, appliance, monkeypatch
+):
+    says(appliance, "Paris" + END)
+    read, threads = KeptItem.read, []
+    monkeypatch.setattr(
+        KeptItem, "read", lambda one: threads.append(threading.current_thread()) or read(one)
+    )
+    first = (await served.http.post("/v1/responses", json={"input": "x"})).json()
+    body = {"input": "y", "previous_response_id": first["id"]}
+    assert (await served.http.post("/v1/responses", json=body)).status_code == 200
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
+
+
 def test_items_are_forgotten_with_the_last_response_that_holds_them():
     store = ResponseStore(max_responses=2)
     for name in ("a", "b", "c"):
-        store.add("ann", {"id": name, "output": []}, [{"id": "shared"}, {"id": f"item {name}"}])
+        items = written({"id": "shared"}, {"id": f"item {name}"})
+        store.add("ann", {"id": name, "output": []}, items)
     assert store.item("item a", "ann") is None
-    assert store.item("item b", "ann") == {"id": "item b"}
-    assert store.item("shared", "ann") == {"id": "shared"}
+    assert store.item("item b", "ann").read() == {"id": "item b"}
+    assert store.item("shared", "ann").read() == {"id": "shared"}
     assert store.item("shared", "bob") is None
     for name in ("b", "c"):
         store.delete(name, "ann")
@@ -299,6 +335,8 @@ async def test_a_background_response_is_queued_at_once_and_read_later(served, ap
     assert queued["usage"] is None
     place = f"/v1/responses/{queued['id']}"
     assert (await served.http.get(place)).json()["status"] == "in_progress"
+    refused = await served.http.delete(place)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "response_not_ended")
     appliance.gate.set()
     await until(lambda: appliance.closed)
     ended = (await served.http.get(place)).json()
@@ -325,6 +363,8 @@ async def test_a_background_response_is_cancelled(served, appliance):
     await until(lambda: appliance.closed)
     assert (await served.http.get(place)).json()["status"] == "cancelled"
     assert (await served.http.post(f"{place}/cancel")).json()["status"] == "cancelled"
+    assert (await served.http.delete(place)).json()["deleted"]
+    assert (await served.http.get(place)).status_code == 404
 
 
 async def test_a_background_response_that_fails_says_so(served, appliance):
@@ -335,3 +375,19 @@ async def test_a_background_response_that_fails_says_so(served, appliance):
     ended = (await served.http.get(f"/v1/responses/{queued['id']}")).json()
     assert ended["status"] == "failed"
     assert ended["error"]["code"] == "server_error"
+
+
+async def test_a_background_response_that_is_too_long_to_be_kept_says_so(
+    served, appliance, monkeypatch
+):
+    monkeypatch.setattr(store_file, "MAX_CONVERSATION_BYTES", 12_000)
+    says(appliance, "Paris " * 1200 + END)
+    body = {"input": "x", "background": True}
+    queued = (await served.http.post("/v1/responses", json=body)).json()
+    await until(lambda: appliance.closed)
+    ended = (await served.http.get(f"/v1/responses/{queued['id']}")).json()
+    assert (ended["status"], ended["error"]["code"]) == ("failed", "response_too_long")
+    assert ended["output"] == []
+    refused = await served.http.post("/v1/responses", json=body | {"input": "x" * 12_000})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    assert len(appliance.submitted) == 1
