@@ -50,6 +50,7 @@ class ApiApplication(Starlette):
             exception_handlers={
                 RequestError: _on_request_error,
                 HTTPException: _on_http_exception,
+                RecursionError: _on_recursion,
                 ClientDisconnect: _on_disconnect,
                 Exception: _on_bug,
             },
@@ -123,6 +124,12 @@ def _allowed_methods(http: Request) -> str:
 async def _on_request_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     return error_response(http, error)
+
+
+async def _on_recursion(http: Request, error: Exception) -> Response:
+    """Refuse what nests deeper than what reads it can follow: only a body does."""
+    what = "the body is nested too deeply"
+    return error_response(http, RequestError(what, code="invalid_json"))
 
 
 async def _on_http_exception(http: Request, error: Exception) -> Response:

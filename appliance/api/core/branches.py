@@ -64,11 +64,9 @@ def _at_marks(chat: Chat) -> list[Chat]:
             parted.append(replace(other, messages=[*instructed, *other.messages[first:]]))
     answers = (i for i, one in enumerate(messages) if one["role"] == "assistant")
     last_turn = max(answers, default=-1) + 1
-    for index, num_chars in chat.marks:
-        is_end = index == len(messages) - 1 and num_chars == len(messages[index]["content"])
-        if (index <= first or index >= last_turn) and not is_end:
-            parted.append(_parted(chat, index, num_chars))
-    return parted
+    end = (len(messages) - 1, len(messages[-1]["content"]))
+    places = [mark for mark in chat.marks if not first < mark[0] < last_turn and mark != end]
+    return parted + [_parted(chat, *place) for place in places[-MAX_MARKS:]]
 
 
 def _parted(chat: Chat, index: int, num_chars: int) -> Chat:

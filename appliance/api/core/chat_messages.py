@@ -77,7 +77,7 @@ class Conversation:
         self.messages: list[Message] = []
         self.places: list[str] = []
         """Where the client has each message's words."""
-        self.marks: list[tuple[int, int]] = []
+        self.marks: dict[tuple[int, int], None] = {}
         """Where other chats may part: a message, and characters of its content up to the mark."""
         self.left_out: list[str] = []
 
@@ -183,9 +183,8 @@ class Conversation:
         # each text with the line break behind it
         ends = accumulate(len(one.text) + 1 for one in texts)
         index = len(self.messages)
-        self.marks += [
-            (index, end - 1) for one, end in zip(texts, ends, strict=True) if one.is_marked
-        ]
+        places = ((index, end - 1) for one, end in zip(texts, ends, strict=True) if one.is_marked)
+        self.marks |= dict.fromkeys(places)
         content = "\n".join(one.text for one in texts)
         self.messages.append({"role": role, "content": content, **(fields or {})})
         self.places.append(place)
@@ -240,9 +239,7 @@ class Conversation:
             tool_call_id=part.call_id,
         )
         if part.is_marked:
-            mark = (len(self.messages) - 1, len(self.messages[-1]["content"]))
-            if mark not in self.marks:
-                self.marks.append(mark)
+            self.marks[len(self.messages) - 1, len(self.messages[-1]["content"])] = None
 
     def _other(self, part: Part, where: str, *, is_asked: bool) -> list[Text]:
         """Write a note in the place of media, keep words of unknown parts, and name both."""

@@ -53,18 +53,15 @@ class Offer:
     hosted: set[str] = field(default_factory=set)
     """Types and names of tools that are left out."""
     left_out: list[str] = field(default_factory=list)
-
-    @property
-    def origins(self) -> dict[str, Origin]:
-        """Map the names that the model is told to the client's."""
-        return {one.function.name: one.origin for one in self.functions}
+    origins: dict[str, Origin] = field(default_factory=dict)
+    """How the client knows the functions, by the names that the model is told."""
+    told_names: dict[tuple[str, object], str] = field(default_factory=dict)
+    """The other way, by name and namespace, and by the name alone (None)."""
 
     def told_name(self, name: str, namespace: object = None) -> str:
         """Find the name that the model is told; a name that is not offered stays."""
-        for told, origin in self.origins.items():
-            if origin.name == name and (namespace is None or origin.namespace == namespace):
-                return told
-        return name
+        known = namespace if namespace is None or isinstance(namespace, str) else ""
+        return self.told_names.get((name, known), name)
 
 
 def read_offer(values: list[Any], where: str = "tools") -> Offer:
@@ -80,12 +77,25 @@ def read_offer(values: list[Any], where: str = "tools") -> Offer:
     for at, one in enumerate(offer.functions):
         if one.origin.namespace and counts[one.origin.name] > 1:
             offer.functions[at] = _renamed(one, f"{one.origin.namespace}__{one.origin.name}")
+    for one in offer.functions:
+        told = one.function.name
+        offer.origins[told] = one.origin
+        for namespace in (None, one.origin.namespace):
+            offer.told_names.setdefault((one.origin.name, namespace), told)
     if len(offer.origins) < len(offer.functions):
         raise invalid_value(where, "has two functions of the same name")
     return offer
 
 
-def _read(offer: Offer, value: Any, where: str, place: str, namespace: str | None = None) -> None:
+def _read(
+    offer: Offer,
+    value: Any,
+    where: str,
+    place: str,
+    namespace: str | None = None,
+    *,
+    is_inner: bool = False,
+) -> None:
     if not isinstance(value, dict):
         raise invalid_type(where, "an object", value)
     kind = value.get("type")
@@ -101,11 +111,13 @@ def _read(offer: Offer, value: Any, where: str, place: str, namespace: str | Non
         else:
             value = _with_schema(value, offer, place)
         offer.functions.append(_function(value, kind, where, namespace))
-    elif kind == "namespace" and isinstance(value.get("tools"), list):
+        if len(offer.functions) > chats.MAX_TOOLS:
+            raise invalid_value(where, f"is beyond the {chats.MAX_TOOLS} functions that are read")
+    elif kind == "namespace" and isinstance(value.get("tools"), list) and not is_inner:
         name = value.get("name")
         for index, one in enumerate(value["tools"]):
             at, inner = f"{where}.tools[{index}]", f"{place}.tools.{index}"
-            _read(offer, one, at, inner, name if isinstance(name, str) else None)
+            _read(offer, one, at, inner, name if isinstance(name, str) else None, is_inner=True)
     else:
         offer.left_out.append(place)
         offer.hosted |= {one for one in (kind, value.get("name")) if isinstance(one, str)}
@@ -177,7 +189,6 @@ def read_choice(value: str | Json | None, offer: Offer, param: str, where: str) 
     Raises:
         RequestError: it names a function that is not there, or needs one and there is no function.
     """
-    every = list(offer.origins)
     choice = _choice(value, offer, param, where)
     if choice is not None and choice.mode == "required" and not choice.names:
         if not offer.hosted:
@@ -185,20 +196,19 @@ def read_choice(value: str | Json | None, offer: Offer, param: str, where: str) 
         choice = None
     if choice is None:
         offer.left_out.append(param)
-        return Choice("auto", every)
+        return Choice("auto", list(offer.origins))
     return choice
 
 
 def _choice(value: str | Json | None, offer: Offer, param: str, where: str) -> Choice | None:
     """Read a choice; None: it is about tools that are left out."""
-    every = list(offer.origins)
     if not isinstance(value, dict):
-        return Choice(value or "auto", every)
+        return Choice(value or "auto", list(offer.origins))
     kind = value.get("type")
     if not isinstance(kind, str):
         raise required(f"{param}.type") if kind is None else invalid_type(param, "a string", kind)
     if kind in _MODES:
-        return Choice(_MODES[kind], every)
+        return Choice(_MODES[kind], list(offer.origins))
     if kind == "allowed_tools":
         return _allowed(value, offer, param, where)
     name = _name_of(value)

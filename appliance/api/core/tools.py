@@ -21,6 +21,9 @@ from engine.errors import Unreadable
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 
+MAX_FAILED_READS = 12
+"""Enough to find the one schema of a thousand that takes too much; a failure may take seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tools:
@@ -112,19 +115,25 @@ def _mended(schemas: Mapping[str, Mapping[str, Any]], lenient: list[str]) -> _Me
 
     All are read in one job, as each job waits for an idle core; halves where that takes too much.
     """
-    if not schemas:
-        return {}
-    try:
-        found: _Mended = json.loads(READER.read("mended", dict(schemas), lenient))
-        return found
-    except Unreadable as error:
-        names = list(schemas)
-        if len(names) == 1:
-            return {names[0]: (None, [([], error.what)])}
-    half = len(names) // 2
-    parts = (names[:half], names[half:])
-    first, second = (_mended({name: schemas[name] for name in one}, lenient) for one in parts)
-    return first | second
+    found: _Mended = {}
+    waiting, num_failed = [list(schemas)] if schemas else [], 0
+    while waiting:
+        names = waiting.pop()
+        try:
+            asked = {name: schemas[name] for name in names}
+            found |= json.loads(READER.read("mended", asked, lenient))
+            continue
+        except Unreadable as error:
+            num_failed += 1
+            why = error.what
+        if num_failed == MAX_FAILED_READS:
+            names, waiting = [one for each in (names, *waiting) for one in each], []
+        elif len(names) > 1:
+            half = len(names) // 2
+            waiting += [names[half:], names[:half]]
+            continue
+        found |= {name: (None, [([], why)]) for name in names}
+    return {name: found[name] for name in schemas}
 
 
 def read_tools(body: chats.ChatSettings) -> tuple[Tools | None, list[str]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 Message = dict[str, Any]
@@ -30,15 +31,12 @@ only if you need it; otherwise answer in words."""
 
 def in_words(messages: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
     """Write the conversation with its tools, calls and results as text."""
-    spelled = [_spelled(message) for message in messages]
-    merged: list[Message] = []
-    for message, was in zip(spelled, messages, strict=True):
-        is_next = was["role"] == "tool" and merged and merged[-1].get("_is_result")
-        if is_next:
-            merged[-1]["content"] += "\n" + message["content"]
-        else:
-            merged.append({**message, "_is_result": was["role"] == "tool"})
-    plain = [{k: v for k, v in one.items() if k != "_is_result"} for one in merged]
+    plain: list[Message] = []
+    for are_results, group in groupby(messages, key=lambda one: one["role"] == "tool"):
+        spelled = [_spelled(one) for one in group]
+        if are_results:
+            spelled = [{**spelled[0], "content": "\n".join(one["content"] for one in spelled)}]
+        plain += spelled
     if not tools:
         return plain
     words = _WORDS.format(definitions="\n".join(map(_written, tools)))

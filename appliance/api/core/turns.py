@@ -16,7 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 from appliance.api.core.tools_in_words import in_words, needs_words
@@ -153,9 +155,11 @@ def _lost(
     text = render_form(_formed(marked, steps)[0])
     if _typed in steps and _PARTS_AS_CODE.search(text):
         raise RequestError("the chat template reads no parts", code="invalid_value")
-    return tuple(index for index, mark in marks.items() if mark not in text)
+    told = set(_MARKS.findall(text))
+    return tuple(index for index, mark in marks.items() if mark not in told)
 
 
+_MARKS = re.compile(r"q\d+zvwk")
 _PARTS_AS_CODE = re.compile(r"""['"]type['"]: ?['"]text['"]""")
 
 
@@ -210,19 +214,18 @@ def _formed(
 
 def _short_ids(messages: list[Message]) -> tuple[list[Message], str]:
     """Shorten ids of calls and results to nine characters, and add missing ones."""
-    changed, waiting, count = [], list[str](), 0
+    changed, waiting, count = [], OrderedDict[str, None](), 0
     for index, message in enumerate(messages):
         one = dict(message)
         if calls := one.get("tool_calls"):
             ids = [_short(call.get("id") or f"{index}.{i}") for i, call in enumerate(calls)]
             one["tool_calls"] = [{**c, "id": new} for c, new in zip(calls, ids, strict=True)]
-            waiting = ids.copy()
+            waiting = OrderedDict.fromkeys(ids)
         elif one["role"] == "tool":
             own = one.get("tool_call_id")
-            new = _short(own) if own else waiting[0] if waiting else _short(str(index))
+            new = _short(own) if own else next(iter(waiting), None) or _short(str(index))
             one["tool_call_id"] = new
-            if new in waiting:
-                waiting.remove(new)
+            waiting.pop(new, None)
         count += one != message
         changed.append(one)
     return changed, "ids of calls shortened" if count else ""
@@ -255,25 +258,29 @@ def _system_first(messages: list[Message]) -> tuple[list[Message], str]:
 
 def _turns_joined(messages: list[Message]) -> tuple[list[Message], str]:
     """Join neighbouring turns of one role; the user's words behind a result are put to it."""
-    changed: list[Message] = []
+    groups: list[list[Message]] = []
     for message in messages:
-        last, role = changed[-1] if changed else {"role": ""}, message["role"]
-        if role not in ("user", "assistant") or last["role"] not in (role, "tool"):
-            changed.append(message)
-            continue
-        if last["role"] == "tool" and role == "assistant":
-            changed.append(message)
-            continue
-        one = {**last, "content": _joined([last, message])}
-        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-            one["tool_calls"] = calls
-        for key in THOUGHTS:
-            thoughts = [each.get(key) for each in (last, message)]
-            if any(thoughts):
-                one[key] = "\n\n".join(filter(None, thoughts))
-        changed[-1] = one
-    num_joined = len(messages) - len(changed)
-    return changed, f"{things(num_joined, 'turn')} joined with the one before" if num_joined else ""
+        role, first = message["role"], groups[-1][0]["role"] if groups else ""
+        is_users = role == "user" and first in ("user", "tool")
+        if is_users or role == first == "assistant":
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    num_joined = len(messages) - len(groups)
+    words = f"{things(num_joined, 'turn')} joined with the one before" if num_joined else ""
+    return list(map(_one_turn, groups)), words
+
+
+def _one_turn(turns: list[Message]) -> Message:
+    if len(turns) == 1:
+        return turns[0]
+    one = {**turns[0], "content": _joined(turns)}
+    if calls := [call for each in turns for call in each.get("tool_calls", ())]:
+        one["tool_calls"] = calls
+    for key in THOUGHTS:
+        if thoughts := list(filter(None, (each.get(key) for each in turns))):
+            one[key] = "\n\n".join(thoughts)
+    return one
 
 
 def _system_to_user(messages: list[Message]) -> tuple[list[Message], str]:
@@ -288,25 +295,26 @@ def _system_to_user(messages: list[Message]) -> tuple[list[Message], str]:
 
 def _calls_apart(messages: list[Message]) -> tuple[list[Message], str]:
     """Give each of several parallel calls a message of its own, with its result behind it."""
-    changed: list[Message] = []
-    results: dict[str, list[Message]] = {}
+    parts: list[list[Message]] = []
+    behind: dict[str, list[Message]] = {}  # the newest call of each id, with its results
+    num_apart = 0
     for message in messages:
-        if message["role"] == "tool" and message["tool_call_id"] in results:
-            results[message["tool_call_id"]].append(message)
+        if message["role"] == "tool" and message["tool_call_id"] in behind:
+            behind[message["tool_call_id"]].append(message)
             continue
         calls = message.get("tool_calls") or []
         if len(calls) < 2:
-            changed.append(message)
+            parts.append([message])
+            for call in calls:
+                behind.pop(call["id"], None)
             continue
+        num_apart += len(calls)
         for index, call in enumerate(calls):
             content = "" if index else message["content"]
-            changed.append({**message, "content": content, "tool_calls": [call]})
-            changed.append({"role": "results", "of": call["id"]})
-            results[call["id"]] = []
-    whole: list[Message] = []
-    for one in changed:
-        whole += results[one["of"]] if one["role"] == "results" else [one]
-    return whole, f"{len(results)} parallel calls given one by one" if results else ""
+            behind[call["id"]] = [{**message, "content": content, "tool_calls": [call]}]
+            parts.append(behind[call["id"]])
+    words = f"{num_apart} parallel calls given one by one" if num_apart else ""
+    return list(chain.from_iterable(parts)), words
 
 
 def _words_apart(messages: list[Message]) -> tuple[list[Message], str]:

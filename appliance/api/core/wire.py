@@ -22,12 +22,14 @@ from appliance.api.core.appliance import Appliance
 from appliance.api.core.dialects import Dialect, dialect_of, error_body
 from appliance.daemon.requests.request import Peer, Role
 from appliance.daemon.survival.journal import Journal, Replayed
+from appliance.json.fields import Json, decode_object
 from appliance.observe.frame.protocol import utc_now
 from engine.errors import Forbidden, RequestError
 
 UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}
 """The headers of a reply in parts: nginx and other proxies pass each part on as it comes."""
 _MAX_IGNORED = 20
+MAX_SMALL_BYTES = 64 << 10
 _KEY = "arrival"
 """Under which the scope's state has it; nothing else is passed on there."""
 
@@ -109,6 +111,19 @@ def client_request_id(http: Request) -> str | None:
 def appliance_of(http: Request) -> Appliance:
     """Find the appliance that the application was built for."""
     return cast(Appliance, http.app.state.appliance)
+
+
+async def small_object(http: Request) -> Json:
+    """Read the body of a request that says little, on the loop.
+
+    Raises:
+        RequestError: it is longer than any such body, or no JSON object.
+    """
+    body = await http.body()
+    if len(body) > MAX_SMALL_BYTES:
+        what = f"the body is larger than {MAX_SMALL_BYTES} bytes"
+        raise RequestError(what, code="body_too_large", status=413)
+    return decode_object(body)
 
 
 def error_object(error: RequestError) -> dict[str, object]:

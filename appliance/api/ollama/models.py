@@ -18,12 +18,18 @@ from starlette.routing import Route
 from appliance.api.core.appliance import Appliance
 from appliance.api.core.model_choice import check_model
 from appliance.api.core.prompts import infill_of
-from appliance.api.core.wire import appliance_of, json_response, require, streamed
+from appliance.api.core.wire import (
+    appliance_of,
+    json_response,
+    require,
+    small_object,
+    streamed,
+)
 from appliance.api.ollama import fields as bodies
 from appliance.daemon.requests.request import ModelInfo, Role
 from appliance.hub.facts import ModelFacts
 from appliance.hub.names import HubName, a_model
-from appliance.json.fields import Json, check, decode_object, invalid_value
+from appliance.json.fields import Json, check, invalid_value
 from appliance.json.lines import encode_line
 from appliance.observe.frame.protocol import iso_time
 from engine.errors import ConfigError, RequestError, Unavailable
@@ -126,7 +132,7 @@ async def running(http: HttpRequest) -> Response:
 async def show(http: HttpRequest) -> Response:
     """Describe a model and what it can do."""
     appliance = appliance_of(http)
-    body, model = decode_object(await http.body()), appliance.model
+    body, model = await small_object(http), appliance.model
     asked = check(body, bodies.OllamaModelRequest)
     name = asked.name if asked.model is None else asked.model
     if name is not None and (plain := name.removesuffix(":latest")) in model.others:
@@ -243,7 +249,7 @@ class _Pulls:
     async def pull(self, http: HttpRequest) -> Response:
         """Bring a model into the cache of this machine; what is served stays what it is."""
         require(http, Role.USER)
-        body = check(decode_object(await http.body()), bodies.OllamaPullRequest)
+        body = check(await small_object(http), bodies.OllamaPullRequest)
         model = appliance_of(http).model
         asked, is_stream = body.model or body.name or "", body.stream is not False
         plain = asked.removesuffix(":latest")

@@ -30,12 +30,13 @@ from appliance.api.core.wire import (
     request_not_found,
     require,
     require_owner,
+    small_object,
     streamed,
 )
 from appliance.configuration.settings import ROLES
 from appliance.daemon.requests.request import Role
 from appliance.fleet.roles_change import RolesChange
-from appliance.json.fields import check, decode_object, invalid_value, undeclared
+from appliance.json.fields import check, invalid_value, undeclared
 from appliance.observe.log.query import event_query, most_rows, row_query, span_query, usage_query
 from engine.errors import Unavailable
 
@@ -169,7 +170,7 @@ class RolesRequest(msgspec.Struct):
 async def switch_roles(http: Request) -> Response:
     """Change roles, targets or both; an empty object changes nothing and shows the present ones."""
     peer = require(http, Role.OPERATOR)
-    values = decode_object(await http.body())
+    values = await small_object(http)
     body = check(values, RolesRequest)
     if body.roles not in (None, *ROLES):
         raise invalid_value("roles", f"must be one of {', '.join(ROLES)}")

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.api import routes
+from appliance.api.core.wire import MAX_SMALL_BYTES
 from appliance.api.edge import plain_path
 from engine.errors import Unavailable
 from engine.text.tokenizer import Tokenizer
@@ -49,6 +50,28 @@ async def test_without_a_chat_template_completions_still_work(tmp_path):
         reply = await served.chat()
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "no_chat_template")
         assert (await served.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/api/show", "/api/pull", "/v1/penstock/roles"])
+async def test_a_long_body_is_not_read_where_a_name_is_all_that_is_asked(served, path):
+    body = b'{"model": "' + b"x" * MAX_SMALL_BYTES + b'"}'
+    reply = await served.http.post(path, content=body)
+    assert reply.json()["error"]
+    assert reply.status_code == 413
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900])
+@pytest.mark.parametrize(
+    "begin", [b'{"type": "thinking", "thinking": [', b'{"type": "x", "content": [']
+)
+async def test_what_is_nested_deeply_is_no_bug_of_ours(served, appliance, begin, depth):
+    deep = begin * depth + b"]}" * depth
+    past = b'{"role": "assistant", "content": [' + deep + b"]}"
+    for path, place in (("/v1/chat/completions", b"messages"), ("/v1/responses", b"input")):
+        body = b'{"%b": [%b, {"role": "user", "content": "hi"}]}' % (place, past)
+        reply = await served.http.post(path, content=body)
+        assert reply.status_code in (200, 400), reply.text
+    assert appliance.events == []
 
 
 # The other routes

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from appliance.api.anthropic.ask import messages_ask
-from appliance.api.core.branches import LEAST_TOKENS, branches
+from appliance.api.core import branches as branches_file
+from appliance.api.core.branches import LEAST_TOKENS, MAX_MARKS, branches
 from appliance.api.core.chat_messages import LEFT_OUT
 from appliance.api.core.prepare import prepared
 from appliance.api.formats.format_choice import PLAIN, output_format_of
@@ -204,3 +205,18 @@ def test_only_models_with_records_have_a_use_for_them(has_records):
     body = {"messages": [SYSTEM, user("Why?")]}
     made = prepared(appliance, chat_ask(body, MODEL), "ana", anew)
     assert len(made.branches) == has_records
+
+
+def test_of_many_marks_only_the_last_ones_are_tried(monkeypatch):
+    tried, parted = [], branches_file._parted
+    monkeypatch.setattr(
+        branches_file, "_parted", lambda *place: tried.append(place) or parted(*place)
+    )
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": "Found."} | MARK
+    call = {"type": "tool_use", "id": "call_1", "name": "search", "input": {}}
+    said = [*[result] * 50, {"type": "text", "text": "About what?"}]
+    turns = [user("Search."), {"role": "assistant", "content": [call]}, user(said)]
+    chat = anthropic(messages=turns)
+    assert len(chat.marks) == 50
+    found(chat, tokenizer_of())
+    assert len(tried) == 1 + MAX_MARKS

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from appliance.api.core.fields import MAX_TOOLS
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says, serving
 from tests.tiny_tokenizers import byte_level
@@ -167,6 +168,17 @@ async def test_a_name_that_two_namespaces_have_is_told_with_its_own(served, appl
     assert "[a__get]" in prompt
     (item,) = reply.json()["output"]
     assert (item["name"], item["namespace"]) == ("get", "b")
+
+
+async def test_functions_of_namespaces_count_and_a_namespace_within_one_is_left_out(served):
+    many = [namespace("n", *(f"f{number}" for number in range(MAX_TOOLS + 1)))]
+    refused = await served.http.post("/v1/responses", json=body_for("/v1/responses", many))
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == f"tools[0].tools[{MAX_TOOLS}]"
+    inner = {**namespace("a"), "tools": [namespace("b", "get")]}
+    reply = await served.http.post("/v1/responses", json=body_for("/v1/responses", [inner]))
+    assert reply.status_code == 200
+    assert reply.headers["x-penstock-ignored"] == "tools.0.tools.0"
 
 
 # Tools that take a text, in chats

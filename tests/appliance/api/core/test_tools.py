@@ -9,11 +9,12 @@ from threading import get_ident
 import pytest
 
 from appliance.api.core.fields import ChatRequest
-from appliance.api.core.tools import read_tools
+from appliance.api.core.tools import MAX_FAILED_READS, read_tools
 from appliance.api.core.tools_in_words import in_words
 from appliance.api.formats.format_choice import OutputFormat
 from appliance.api.formats.tool_format import FORMATS
 from appliance.json.fields import check
+from engine.errors import Unreadable
 from engine.text.grammar import validate, with_deep_stack
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
@@ -239,6 +240,27 @@ def test_the_schemas_of_hundreds_of_tools_are_mended_in_one_job(monkeypatch):
     assert mended.schemas["odd"]["properties"]["m"] == {"type": "string"}
     assert mended.schemas["f299"] == SCHEMA
     assert len(jobs) < 10
+
+
+def test_of_schemas_that_take_too_much_a_few_are_tried_and_one_is_found_among_many(monkeypatch):
+    bad, num_read = {f"f{i}" for i in range(300)}, [0]
+
+    def read(_job, schemas, _lenient):
+        num_read[0] += 1
+        if bad & schemas.keys():
+            raise Unreadable("it takes too much")
+        return json.dumps({name: [schema, []] for name, schema in schemas.items()})
+
+    monkeypatch.setattr(READER, "read", read)
+    offered = tools(*(function(name) for name in sorted(bad)))
+    mended, left_out = offered.mended()
+    assert num_read[0] == MAX_FAILED_READS
+    assert set(mended.schemas.values()) == {None}
+    assert len(left_out) == 300
+    bad.intersection_update({"f7"})
+    mended, left_out = offered.mended()
+    assert [name for name, schema in mended.schemas.items() if schema is None] == ["f7"]
+    assert left_out == ("tools.f7.parameters",)
 
 
 def test_calls_within_a_deep_stack_stay_there():

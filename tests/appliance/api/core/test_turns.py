@@ -218,6 +218,19 @@ def test_ids_of_calls_become_nine_characters_and_results_keep_to_their_calls():
     assert [one["tool_call_id"] for one in form[2:]] == [ids[1], ids[0], ids[2]]
 
 
+def test_results_stay_with_their_calls_where_ids_come_again():
+    def turn(*results):
+        calls = [call(call_id) for call_id in ("a", "b")[: len(results)]]
+        told = [
+            says("tool", text, tool_call_id=id_) for text, id_ in zip(results, "ab", strict=False)
+        ]
+        return [says("assistant", "", tool_calls=calls), *told]
+
+    apart, _ = turns._calls_apart([*turn("1", "2"), *turn("3", "4"), *turn("5")])
+    told = [(one["role"], one["content"]) for one in apart]
+    assert told == [each for text in "12345" for each in (("assistant", ""), ("tool", text))]
+
+
 def test_calls_without_ids_as_ollamas_clients_send_them_get_some():
     nameless = [{"type": "function", "function": {"name": n, "arguments": {}}} for n in "ab"]
     said = [
