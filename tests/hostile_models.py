@@ -46,7 +46,7 @@ def _long_config(folder: Path) -> Path:
     return folder
 
 
-def _nested_config(folder: Path) -> Path:
+def nested_config(folder: Path) -> Path:
     """Hold lists that take twenty times the file's length."""
     return _starter_but(folder, "config.json", b'{"a":[' + b"[]," * 20_000_000 + b"[]]}")
 
@@ -58,7 +58,7 @@ def _long_vocabulary(folder: Path) -> Path:
     return folder
 
 
-def _vocabulary(folder: Path) -> Path:
+def large_vocabulary(folder: Path) -> Path:
     entries = ",".join(f'"{each:x}":0' for each in range(3_000_000))
     data = f'{{"model":{{"type":"WordLevel","unk_token":"0","vocab":{{{entries}}}}}}}'
     return _starter_but(folder, "tokenizer.json", data.encode())
@@ -115,14 +115,14 @@ HOSTILE: dict[str, Callable[[Path], Path]] = {
     "header of 2^63 bytes": _endless_header,
     "million tensors": _million_tensors,
     "config of 200 MB": _long_config,
-    "config of nested lists": _nested_config,
+    "config of nested lists": nested_config,
     "array of 2^40 numbers": _claimed_array,
     "array of 200 MB": _long_array,
 }
 """Makers of a folder or file whose headers cannot be read."""
 HOSTILE_TOKENIZERS: dict[str, Callable[[Path], Path]] = {
     "vocabulary of ten millions": _long_vocabulary,
-    "vocabulary of three millions": _vocabulary,
+    "vocabulary of three millions": large_vocabulary,
     "text that doubles": _growing_text,
     "text that never ends": _endless_text,
 }

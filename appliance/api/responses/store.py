@@ -78,7 +78,7 @@ class ResponseStore:
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._kept: OrderedDict[str, _StoredResponse] = OrderedDict()
         self._holders: dict[tuple[str, Any], tuple[str, int]] = {}
-        """The newest response that holds an item and its place there, by its owner and id."""
+        """The newest response that holds an item, and where, by owner and id."""
         self._num_bytes = 0
         self._lock = threading.Lock()
 

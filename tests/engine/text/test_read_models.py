@@ -27,7 +27,13 @@ from engine.text.reading import READER, Reader
 from engine.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf, write_pieces
-from tests.hostile_models import HOSTILE, HOSTILE_TOKENIZERS, sentence_piece_bomb
+from tests.hostile_models import (
+    HOSTILE,
+    HOSTILE_TOKENIZERS,
+    large_vocabulary,
+    nested_config,
+    sentence_piece_bomb,
+)
 from tests.protobuf_fields import field
 
 pytestmark = pytest.mark.usefixtures("in_time")
@@ -117,8 +123,8 @@ def test_tokenizers_that_take_too_much_are_an_error_of_that_model(tmp_path, make
 @pytest.mark.parametrize(
     ("read", "make"),
     [
-        ("read_checkpoint", HOSTILE["config of nested lists"]),
-        ("read_tokenizer", HOSTILE_TOKENIZERS["vocabulary of three millions"]),
+        ("read_checkpoint", nested_config),
+        ("read_tokenizer", large_vocabulary),
     ],
 )
 def test_what_a_model_holds_takes_no_memory_of_the_process_that_asks(tmp_path, read, make):
