@@ -28,7 +28,7 @@ _REASONS = {
     401: "The API key is missing or not valid.",
     403: "The role is not enough, or the request is another's.",
     404: "It is not there.",
-    409: "The daemon is stopping or has one worker only, or the response has no end yet.",
+    409: "It stops, has one worker, or the response has no end yet.",
     413: "The body is too large.",
     429: "The queue is full; the reply says when to come back.",
     431: "The headers are too large.",
