@@ -31,7 +31,7 @@ SsdDir = Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder of th
 _T = TypeVar("_T")
 
 cache = typer.Typer(
-    help="The SSD cache: KV blocks on disk.",
+    help="The SSD cache: KV blocks on disk, and packed weights.",
     no_args_is_help=True,
     callback=terminal.of_this_machine,
 )
@@ -48,11 +48,13 @@ def cache_stats(
     ssd_dir: SsdDir = None, state_dir: StateDir = None, output: Output = Format.TABLE
 ) -> None:
     """Show the size and age of the cache."""
-    from engine.scheduler.offload.files import shares_of, slab_bytes, survey
+    from appliance.fleet.weights_file import disk_bytes, files_of
+    from engine.scheduler.offload.files import WEIGHTS_FOLDER, shares_of, slab_bytes, survey
 
     folder = _folder(ssd_dir, state_dir)
     found = [contents for _, contents in _guarded(survey(folder), folder)]
     slabs = [contents for contents in found if contents is not None]
+    weights = files_of(folder / WEIGHTS_FOLDER)
     filled = [each for each in (contents.summary for contents in slabs) if each.num_blocks]
     content: dict[str, Any] = {
         "folder": str(folder),
@@ -64,6 +66,8 @@ def cache_stats(
             {"model": printable(each.model), "blocks": each.num_blocks, "bytes": each.num_bytes}
             for each in shares_of(filled)
         ],
+        "weights_files": len(weights),
+        "weights_bytes": disk_bytes(weights),
         "oldest": iso_time(min(each.oldest_s for each in filled)) if filled else None,
         "newest": iso_time(max(each.age[0] for each in filled)) if filled else None,
         "damaged_files": len(found) - len(slabs),
@@ -111,15 +115,19 @@ def verify(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
 
 @cache.command()
 def clear(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
-    """Delete all blocks on disk; the daemon must not be running."""
-    from engine.scheduler.offload.files import BusyError, delete_slabs
+    """Delete all blocks and packed weights on disk; the daemon must not be running."""
+    from appliance.fleet.weights_file import disk_bytes, unused_weights
+    from engine.scheduler.offload.files import WEIGHTS_FOLDER, BusyError, delete_slabs
 
     if ssd_dir is None and state_dir is None:
         hint = "run it there; for this machine's cache use --ssd-dir"
         terminal.needs_this_machine("what it deletes", hint)
     folder = _folder(ssd_dir, state_dir)
     try:
-        num_bytes = delete_slabs(folder)
+        with unused_weights(folder / WEIGHTS_FOLDER) as weights:
+            num_bytes = delete_slabs(folder) + disk_bytes(weights)
+            for path in weights:
+                path.unlink()
     except BusyError as error:
         hint = "stop it first, or serve with ssd_cache off"
         raise AlreadyRunning("a daemon uses it", where=str(folder), hint=hint) from error

@@ -6,6 +6,7 @@ damaged, or of other weights, is never served. A file that a daemon uses is not 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -15,7 +16,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +26,7 @@ from appliance.fleet.file_identity import about_file
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import PanelsLayout, WeightsLayout
 from engine.errors import ConfigError, PenstockError
-from engine.scheduler.offload.files import WEIGHTS_FOLDER
+from engine.scheduler.offload.files import WEIGHTS_FOLDER, BusyError
 from engine.system.own_files import check_private_folder, open_own, sync_folder
 from engine.units import size_text
 
@@ -83,7 +84,7 @@ def check_room(folder: Path, identity: bytes, num_bytes: int) -> None:
     if _kind_of_disk(there) in _IN_MEMORY:
         what = f"weights go to a disk, and {there} is in memory"
         raise ConfigError(what, where="offload_weights", hint=HINT)
-    others = sum(each.stat().st_blocks * 512 for each in _files(folder))
+    others = disk_bytes(files_of(folder))
     room = shutil.disk_usage(there).free + others - RESERVE_BYTES
     if _file_bytes(num_bytes) > room:
         what = f"weights take {size_text(num_bytes)} of the disk of {folder}; "
@@ -214,14 +215,38 @@ def _file_bytes(num_bytes: int) -> int:
     return _end_at(num_bytes) + _end_bytes(num_bytes)
 
 
-def _files(folder: Path) -> list[Path]:
+def disk_bytes(files: list[Path]) -> int:
+    """Return the bytes that files take on the disk."""
+    return sum(file.stat().st_blocks * 512 for file in files)
+
+
+@contextmanager
+def unused_weights(folder: Path) -> Iterator[list[Path]]:
+    """Lock all files of weights in a folder, and yield them.
+
+    Raises:
+        BusyError: a daemon uses one.
+        OSError: one cannot be opened.
+    """
+    with ExitStack() as opened:
+        for path in (files := files_of(folder)):
+            fd = open_own(path, os.O_RDONLY)
+            opened.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BusyError(errno.EBUSY, "a daemon uses its weights") from error
+        yield files
+
+
+def files_of(folder: Path) -> list[Path]:
     """List the files of weights, the one unused longest first."""
     found = [*folder.glob("*.weights"), *folder.glob("*.new")] if folder.is_dir() else []
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
 def _drop_unused(folder: Path, since_s: float) -> None:
-    for path in _files(folder):
+    for path in files_of(folder):
         is_left = path.suffix == ".new"  # of a daemon that died while it wrote
         if is_left or path.stat().st_mtime < since_s:
             _drop(path)
@@ -229,7 +254,7 @@ def _drop_unused(folder: Path, since_s: float) -> None:
 
 def _make_room(folder: Path, num_bytes: int) -> None:
     """Delete files of other weights, the one unused longest first, until the disk has room."""
-    for path in _files(folder):
+    for path in files_of(folder):
         if shutil.disk_usage(folder).free >= num_bytes + RESERVE_BYTES:
             return
         _drop(path)

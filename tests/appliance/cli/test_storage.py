@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from appliance.fleet.weights_file import WeightsFile
+from engine.scheduler.offload.files import WEIGHTS_FOLDER
 from engine.scheduler.offload.index import RecordPlace
 from engine.scheduler.offload.slab_files import RecordBuffer, Slabs
 from tests.appliance.cli_process import ROOT, penstock, user_environ
@@ -68,6 +70,23 @@ def test_clear_deletes_what_no_daemon_has(slabs, tmp_path):
     assert cache(tmp_path, "clear").returncode == 0
     assert os.listdir(tmp_path / "kv") == ["lock"]
     assert json.loads(cache(tmp_path, "stats", "-o", "json").stdout)["blocks"] == 0
+
+
+def test_packed_weights_are_counted_and_deleted_with_the_blocks(slabs, tmp_path):
+    slabs.close()
+    weights = WeightsFile(tmp_path / "kv" / WEIGHTS_FOLDER, bytes(32), 100_000, 30)
+    weights.finish()
+    content = json.loads(cache(tmp_path, "stats", "-o", "json").stdout)
+    assert content["weights_files"] == 1
+    assert content["weights_bytes"] >= 100_000
+    done = cache(tmp_path, "clear")
+    assert (done.returncode, weights.path.exists()) == (9, True)
+    assert json.loads(cache(tmp_path, "stats", "-o", "json").stdout)["blocks"] == 3
+    os.close(weights.fd)
+    assert cache(tmp_path, "clear").returncode == 0
+    assert not weights.path.exists()
+    content = json.loads(cache(tmp_path, "stats", "-o", "json").stdout)
+    assert (content["blocks"], content["weights_files"], content["weights_bytes"]) == (0, 0, 0)
 
 
 def test_what_is_not_there_is_exit_code_5(tmp_path):
