@@ -11,18 +11,22 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path("/sys/fs/cgroup")
+VERSIONS = {
+    1: ((ROOT / "memory", "memory.limit_in_bytes"),),
+    2: ((ROOT, "memory.max"), (ROOT / "unified", "memory.max")),
+}
+"""Where groups of each version are mounted, and the file of their limit."""
 
 
 class MemoryGroup(NamedTuple):
     """A group of one's own."""
 
     folder: Path
-    is_v2: bool
+    file: str
 
     def limit(self, num_bytes: int) -> None:
         """Allow so many bytes, of the page cache too."""
-        name = "memory.max" if self.is_v2 else "memory.limit_in_bytes"
-        (self.folder / name).write_text(str(num_bytes))
+        (self.folder / self.file).write_text(str(num_bytes))
 
     def enter(self) -> None:
         """Move this process there; what it has already stays counted where it was."""
@@ -30,25 +34,21 @@ class MemoryGroup(NamedTuple):
 
 
 @contextmanager
-def memory_group() -> Iterator[MemoryGroup]:
+def memory_group(version: int) -> Iterator[MemoryGroup]:
     """Make a group for the time of a test; skip the test where the machine allows none."""
     found = None
-    for root, is_v2, file in (
-        (ROOT / "memory", False, "memory.limit_in_bytes"),
-        (ROOT, True, "memory.max"),
-        (ROOT / "unified", True, "memory.max"),
-    ):
+    for root, file in VERSIONS[version]:
         folder = root / f"penstock-test-{os.getpid()}"
         try:
             folder.mkdir()
         except OSError:
             continue
         if (folder / file).exists():
-            found = MemoryGroup(folder, is_v2)
+            found = MemoryGroup(folder, file)
             break
         folder.rmdir()
     if found is None:
-        pytest.skip("no memory control group can be made here: no root, or a container without one")
+        pytest.skip(f"no memory control group of version {version} can be made here")
     try:
         yield found
     finally:

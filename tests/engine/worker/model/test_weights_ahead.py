@@ -23,7 +23,7 @@ from engine.worker.model.weights_ahead import (
     ranges_of,
     units_of,
 )
-from tests.cgroups import memory_group
+from tests.cgroups import VERSIONS, memory_group
 from tests.checkpoints import make_checkpoint
 
 UNIT_BYTES, NUM_UNITS = 4 << 20, 12
@@ -160,8 +160,8 @@ import sys
 from pathlib import Path
 from tests.cgroups import MemoryGroup
 from tests.engine.worker.model.test_weights_ahead import NUM_UNITS, OnDisk
-path, folder, is_v2, limit = sys.argv[1:]
-group = MemoryGroup(Path(folder), is_v2 == "True")
+path, folder, file, limit = sys.argv[1:]
+group = MemoryGroup(Path(folder), file)
 disk = OnDisk(Path(path), range(0, NUM_UNITS, 2))
 group.enter()
 group.limit(int(limit))
@@ -177,10 +177,11 @@ print(read_bytes() - before)
 """
 
 
-def test_twice_the_memory_is_served_and_a_step_reads_what_stays_on_disk_alone(tmp_path):
+@pytest.mark.parametrize("version", VERSIONS)
+def test_twice_the_memory_is_served_and_a_step_reads_what_stays_on_disk_alone(tmp_path, version):
     limit_bytes = UNIT_BYTES * (NUM_UNITS // 2 + 3) + (8 << 20)
-    with memory_group() as group:
-        arguments = [str(tmp_path / "weights"), str(group.folder), str(group.is_v2)]
+    with memory_group(version) as group:
+        arguments = [str(tmp_path / "weights"), str(group.folder), group.file]
         command = [sys.executable, "-c", STEPS, *arguments, str(limit_bytes)]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
