@@ -48,7 +48,7 @@ from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer, TokenizerFiles
 from tests.sweep.keeper import Keeper
 from tests.sweep.virtual_loop import PROCESS, Process, VirtualLoop, virtual_time
-from tests.worlds.simulated_worker import WorkerProcess, spawner
+from tests.worlds.simulated_worker import ChildProcess, spawner, when_ended
 
 DISK_FAULTS = ("EIO", "ENOSPC", "flipped", "torn")
 DAEMON, WORKERS = "daemon", "workers"
@@ -138,7 +138,7 @@ class Machine:
         options: dict[str, Any],
         on_event: Callable[[Machine, int, Process], None] = lambda *_: None,
     ) -> None:
-        self.folder, self.workers = folder, list[WorkerProcess]()
+        self.folder, self.workers = folder, list[ChildProcess]()
         self.loop = VirtualLoop(
             seed, lambda number, process: on_event(self, number, process), self._look_inside
         )
@@ -225,10 +225,11 @@ class Machine:
         drawn = self._random
         with (
             mock.patch.object(appliance.fleet.supervisor, "subprocess", processes),
+            mock.patch.object(appliance.fleet.supervisor, "when_ended", when_ended),
             mock.patch.object(
                 appliance.daemon.process.disk_reads, "start_new_thread", lambda run, _: run()
             ),
-            mock.patch.object(deadlines, "thread_times", self._thread_times),
+            mock.patch.object(deadlines, "times_of", self._times_of),
             mock.patch.object(appliance.daemon.start, "standing_threads", _unused_threads),
             mock.patch.object(fair_threads, "standing_threads", _unused_threads),
             mock.patch.object(engine.scheduler.offload.disk, "Thread", _Never),
@@ -257,10 +258,10 @@ class Machine:
         ):
             yield
 
-    def _thread_times(self, pid: int | None) -> dict[int, ThreadTime]:
+    def _times_of(self, pids: list[int]) -> dict[int, ThreadTime]:
         """Show a starved worker as waiting for a core; a stopped one waits for none."""
-        is_starved = any(worker.pid == pid and worker.num_late_beats for worker in self.workers)
-        return {pid or 0: ThreadTime(is_starved, 0.0, 0.0)}
+        is_starved = any(each.pid in pids and each.num_late_beats for each in self.workers)
+        return {pids[0] if pids else 0: ThreadTime(is_starved, 0.0, 0.0)}
 
     def _failing(self, call: Callable[..., None]) -> Callable[..., None]:
         """Let the disk's next operation fail once a fault is wanted."""

@@ -38,6 +38,18 @@ BUGS = {
         "\n    def stop(",
         ("alias",),
     ),
+    "the death of a group's other process is not its own": Bug(
+        "appliance/fleet/supervisor.py",
+        "        if code < 0:\n            first.kill()\n",
+        "        if code < 0:\n            pass\n",
+        ("groups",),
+    ),
+    "a process of a group that has no core makes it seem hung": Bug(
+        "appliance/observe/telemetry/deadlines.py",
+        "times_of(state.pids) if is_silent",
+        "times_of(state.pids[:1]) if is_silent",
+        ("groups",),
+    ),
     "commands of a dead worker stay open": Bug(
         "engine/scheduler/router.py",
         "        self.ledger.reap(worker)\n",

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from appliance.configuration.wanted_workers import parse_place
+from appliance.fleet.placement import available_cores
 from tests.sweep.machine import Call
 
 STORY = "Once upon a time there was a machine that was told to end at any moment. "
@@ -16,6 +17,7 @@ OTHER = RECURRENT = "qwen3_next"
 WINDOWED = "gemma3_text"
 BLOCK_TOKENS = 64
 BLOCK_BYTES = 48 << 10
+CORES = available_cores()
 
 
 def room(num_blocks: int, max_model_len: int = 1024) -> dict[str, int]:
@@ -185,6 +187,12 @@ def _split(transport: str, place: str = "1x1 forced", roles: str = "static") -> 
     return {"transport": transport, "roles": roles, "place": parse_place(place)}
 
 
+def _in_groups() -> str:
+    """Place workers of two processes each; real ones would share these cores."""
+    each = "+".join(map(str, (CORES[0], CORES[-1])))
+    return f"prefill={each} decode={each} forced"
+
+
 SCENARIOS = {
     "alias": Scenario(_split("alias"), two_users),
     "shm": Scenario(_split("shm"), two_users, "handoff_blocks"),
@@ -194,6 +202,7 @@ SCENARIOS = {
     "2x1 peer": Scenario(_split("peer", "2x1 forced"), many),
     "1x2 shm": Scenario(_split("shm", "1x2 forced", "elastic"), many),
     "2x2 peer": Scenario(_split("peer", "2x2 forced", "elastic"), two_users),
+    "groups": Scenario(_split("shm", _in_groups()), two_users, "handoff_blocks"),
     "choices": Scenario(_split("alias"), choices),
     "every api": Scenario(_split("shm"), every_api),
     "leaving": Scenario(

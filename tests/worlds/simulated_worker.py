@@ -160,29 +160,21 @@ class _Worker(FakeWorker):
         return zlib.crc32(repr((place, token_ids)).encode())
 
 
-class WorkerProcess(Process):
+class ChildProcess(Process):
     """What the supervisor takes for a `subprocess.Popen`."""
 
-    def __init__(
-        self, loop: VirtualLoop, may_write: MayWrite, sock: socket.socket, beats: Beats
-    ) -> None:
+    def __init__(self, loop: VirtualLoop, beats: Beats) -> None:
         super().__init__("worker")
-        self._beats, self.num_late_beats = beats, 0
+        self._loop, self._beats, self.num_late_beats = loop, beats, 0
         """How many of its next beats come late, as other programs have its core."""
-        self._loop, self._memory, self._may_write = loop, PoolMemory(), may_write
-        self._channel, self._socket = WorkerChannel(sock), sock
         self._code: int | None = None
-        self._exited = loop.create_future()
-        self._fake: _Worker | None = None
-        self._is_ticking = False
-        self._probes: dict[str, float] = {}
-        self.wait = _Waitable(self._wait)
-        self.run(loop.add_reader, sock, self._read)
+        self.exited = loop.create_future()
+        self.wait = _Waitable(self._wait, self.poll)
 
     @property
     def files(self) -> set[int]:
         """Its own descriptors."""
-        return {self._socket.fileno()} | self._memory.files
+        return set()
 
     def poll(self) -> int | None:
         return self._code
@@ -206,21 +198,63 @@ class WorkerProcess(Process):
         if self.is_dead:
             return
         self.is_dead = True
-        self._loop.remove_reader(self._socket)
-        self._socket.close()
-        self._memory.close()
+        self._close()
 
         def exited() -> None:
             self._code = code
-            self._exited.set_result(code)
+            self.exited.set_result(code)
 
         self._loop.call_later(EXIT_S, exited, context=Context())  # its own runs nothing any more
 
     async def _wait(self, timeout: float | None = None) -> int:  # noqa: ASYNC109 - as Popen's
         try:
-            return await asyncio.wait_for(asyncio.shield(self._exited), timeout)
+            return await asyncio.wait_for(asyncio.shield(self.exited), timeout)
         except TimeoutError:
             raise subprocess.TimeoutExpired("worker", timeout or 0) from None
+
+    def _close(self) -> None: ...
+
+
+class RankProcess(ChildProcess):
+    """A process of a group besides the first, which waits for it in each step."""
+
+    def exit(self) -> None:
+        """End as the first one has, unless it is stopped."""
+        if self.stopped_until_ns <= self._loop.now_ns:
+            self._end(0)
+
+
+class WorkerProcess(ChildProcess):
+    """A worker's process, or the first of its group."""
+
+    def __init__(
+        self, loop: VirtualLoop, may_write: MayWrite, sock: socket.socket, beats: Beats
+    ) -> None:
+        super().__init__(loop, beats)
+        self._memory, self._may_write = PoolMemory(), may_write
+        self._channel, self._socket = WorkerChannel(sock), sock
+        self._fake: _Worker | None = None
+        self._is_ticking = False
+        self._probes: dict[str, float] = {}
+        self._ranks: list[RankProcess] = []
+        self.run(loop.add_reader, sock, self._read)
+
+    @property
+    def files(self) -> set[int]:
+        """Its own descriptors."""
+        return {self._socket.fileno()} | self._memory.files
+
+    def new_rank(self) -> RankProcess:
+        """Start another process of its group."""
+        self._ranks.append(RankProcess(self._loop, self._beats))
+        return self._ranks[-1]
+
+    def _close(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        self._memory.close()
+        for rank in self._ranks:
+            self._loop.call_later(EXIT_S, rank.exit, context=Context())
 
     def _read(self) -> None:
         try:
@@ -241,6 +275,8 @@ class WorkerProcess(Process):
 
     def _set_up(self, command: Setup) -> None:
         self.name = f"{command.worker}@{Path(command.model_dir).name}"
+        for number, rank in enumerate(self._ranks, 1):
+            rank.name = f"{self.name}+{number}"
         for pool in (command.pool, *command.other_pools):
             self._memory.add(pool, command.block_size)
         fake = self._fake = _Worker(
@@ -275,6 +311,12 @@ class WorkerProcess(Process):
 
     def _tick(self) -> None:
         """Take commands, copy some blocks, and run one step."""
+        if any(rank.is_dead for rank in self._ranks):
+            return  # it waits for the other's part of a sum, for ever
+        held_ns = max((rank.stopped_until_ns for rank in self._ranks), default=0)
+        if held_ns > self._loop.now_ns:
+            self.run(self._loop.call_later, (held_ns - self._loop.now_ns) / 1e9, self._tick)
+            return
         fake, now_ns = self._fake, time.monotonic_ns()
         assert fake is not None
         while fake.inbox:
@@ -299,16 +341,34 @@ class WorkerProcess(Process):
 
 
 class _Waitable:
-    """Popen.wait, which the supervisor calls in a thread."""
+    """Popen.wait, which the supervisor calls in a thread, or once the process has exited."""
 
-    def __init__(self, wait: Any) -> None:
-        self.as_waited = wait
+    def __init__(self, wait: Any, poll: Any) -> None:
+        self.as_waited, self._poll = wait, poll
+
+    def __call__(self) -> int:
+        code: int = self._poll()
+        return code
 
 
-def spawner(loop: VirtualLoop, may_write: MayWrite, started: list[WorkerProcess]) -> Any:
+def when_ended(process: ChildProcess, call: Callable[[], None]) -> Callable[[], None]:
+    """Call once a process has exited; return what gives up waiting, as the supervisor's."""
+
+    def ended(_: Any) -> None:
+        call()
+
+    process.exited.add_done_callback(ended)
+    return lambda: process.exited.remove_done_callback(ended)
+
+
+def spawner(loop: VirtualLoop, may_write: MayWrite, started: list[ChildProcess]) -> Any:
     """Return what starts workers in place of subprocess.Popen."""
 
-    def popen(command: list[str], **_: Any) -> WorkerProcess:
+    def popen(command: list[str], **_: Any) -> ChildProcess:
+        if "--channel-fd" not in command:
+            first = next(each for each in reversed(started) if isinstance(each, WorkerProcess))
+            started.append(first.new_rank())
+            return started[-1]
         fd = int(command[command.index("--channel-fd") + 1])
         beats = Beats(int(command[command.index("--beats-fd") + 1]))
         worker = WorkerProcess(loop, may_write, socket.socket(fileno=os.dup(fd)), beats)

@@ -15,7 +15,7 @@ from appliance.daemon.requests.request import Request
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.worker_state import WorkerState
 from appliance.observe.telemetry.progress import Watchdog, WorkerReading
-from appliance.observe.telemetry.thread_times import thread_times
+from appliance.observe.telemetry.thread_times import times_of
 from engine.errors import RequestError, Unavailable
 from engine.scheduler.router import Router
 from engine.scheduler.sequences.sequence import Phase, Sequence
@@ -132,7 +132,7 @@ class Deadlines:
         if is_loading:
             num_signs += _num_file_pages(state.pid)
         is_silent = has_work and self._watchdog.is_silent(name, state.pid, num_signs)
-        threads = thread_times(state.pid) if is_silent else {}
+        threads = times_of(state.pids) if is_silent else {}
         has_beats = state.beats is not None and not is_loading
         return WorkerReading(
             state.pid, num_signs, has_work, step_ms, threads, is_loading, has_beats

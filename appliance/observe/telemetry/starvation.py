@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from appliance.observe.frame.protocol import HostFrame, WorkerFrame
-from appliance.observe.telemetry.thread_times import NO_TIMES, ThreadTimes, pairs, thread_times
+from appliance.observe.telemetry.thread_times import NO_TIMES, ThreadTimes, pairs, times_of
 
 WINDOW_S = 5.0
 MIN_WANTED_RATIO = 0.2
@@ -73,10 +73,10 @@ class Starvation:
 
     def _read(self, worker: WorkerFrame, now_s: float) -> None:
         """Add what a worker's threads had and waited for since the last look."""
-        pid, before = self._threads.get(worker.name, (None, NO_TIMES))
-        after = thread_times(worker.pid)
+        last_pid, before = self._threads.get(worker.name, (None, NO_TIMES))
+        after = times_of(pid for pid in (worker.pid, *worker.other_pids) if pid is not None)
         self._threads[worker.name] = worker.pid, after
-        if pid != worker.pid:
+        if last_pid != worker.pid:
             return
         had_s = waited_s = 0.0
         for last, now in pairs(before, after):

@@ -6,7 +6,7 @@ Invariant: what the kernel does not report is None, or missing; a time is never 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -34,7 +34,7 @@ ThreadTimes = Mapping[int, ThreadTime]
 NO_TIMES: ThreadTimes = MappingProxyType({})
 
 
-def thread_times(pid: int | None, proc: Path = Path("/proc")) -> dict[int, ThreadTime]:
+def thread_times(pid: int, proc: Path = Path("/proc")) -> dict[int, ThreadTime]:
     """Read the times of all threads of a process."""
     try:
         tasks = list((proc / str(pid) / "task").iterdir())
@@ -42,6 +42,11 @@ def thread_times(pid: int | None, proc: Path = Path("/proc")) -> dict[int, Threa
         return {}
     read = {int(task.name): _thread_time(task) for task in tasks}
     return {thread: each for thread, each in read.items() if each is not None}
+
+
+def times_of(pids: Iterable[int]) -> dict[int, ThreadTime]:
+    """Read the times of all threads of a worker: processes of a group wait for each other."""
+    return {thread: each for pid in pids for thread, each in thread_times(pid).items()}
 
 
 def _thread_time(task: Path) -> ThreadTime | None:

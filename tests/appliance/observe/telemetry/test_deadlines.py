@@ -310,7 +310,7 @@ def test_a_worker_whose_weights_come_slowly_is_left_alone(clock, machine, monkey
         return next(ticks) // 50 if is_slow else 0  # a page in 25 seconds
 
     monkeypatch.setattr(deadlines, "_num_file_pages", num_file_pages)
-    monkeypatch.setattr(deadlines, "thread_times", lambda _: one_thread(True, next(cpu_s) / 2))
+    monkeypatch.setattr(deadlines, "times_of", lambda _: one_thread(True, next(cpu_s) / 2))
     for _ in range(2 * int(UNKNOWN_PATIENCE_S) + 100):
         clock[0] += 0.5
         machine.service.deadlines.enforce()

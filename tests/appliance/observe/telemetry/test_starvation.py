@@ -18,7 +18,7 @@ def looked(monkeypatch):
     def look(had, waited, core_percent, seconds=6):
         found, frame, at = Starvation(), worker("decode", cpu_percent=100 * had), [0.0]
         read = {1: ThreadTime(True, 0.0, 0.0)}
-        monkeypatch.setattr(starvation, "thread_times", lambda _: dict(read))
+        monkeypatch.setattr(starvation, "times_of", lambda _: dict(read))
         host = msgspec.structs.replace(idle().host, core_percents=[0, core_percent])
         for _ in range(seconds):
             at[0] += 1.0

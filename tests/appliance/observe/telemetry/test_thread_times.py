@@ -10,7 +10,13 @@ import time
 
 import pytest
 
-from appliance.observe.telemetry.thread_times import ThreadTime, has_computed, own_s, thread_times
+from appliance.observe.telemetry.thread_times import (
+    ThreadTime,
+    has_computed,
+    own_s,
+    thread_times,
+    times_of,
+)
 
 LOOP = "print(flush=True)\nwhile True: pass"
 ASLEEP = (
@@ -51,8 +57,15 @@ def test_the_times_of_a_process_are_its_threads_together():
     assert 0 < cpu_s <= after.ru_utime + after.ru_stime + 0.1
 
 
-def test_a_process_that_has_ended_has_no_times():
-    assert thread_times(None) == {}
+def test_a_worker_that_has_ended_has_no_times():
+    assert times_of([]) == {}
+
+
+def test_processes_of_a_group_have_their_times_together(run):
+    pids = [run(LOOP), run(LOOP)]
+    threads = times_of(pids).keys()
+    assert all(thread_times(pid).keys() <= threads for pid in pids)
+    assert set(pids) <= threads
 
 
 def test_a_loop_uses_its_time_and_a_lock_or_a_stop_waits_for_no_core(run):
