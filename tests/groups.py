@@ -30,7 +30,7 @@ class Group:
         os.ftruncate(self.pool_fd, pool_bytes)
         spec = GroupSpec(
             [[cores[rank % len(cores)]] for rank in range(width)],
-            num_shards(config),
+            num_shards(checkpoint),
             variant=None if variants is None else variants.few,
             has_tiles=variants is not None and variants.has_tiles,
         )

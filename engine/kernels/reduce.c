@@ -11,6 +11,7 @@
 #include <linux/futex.h>
 #include <stdatomic.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -27,6 +28,9 @@ struct group {
         _Atomic uint32_t count __attribute__((aligned(64)));
     } arrived[MAX_RANKS];
     _Atomic int64_t num_sleeping __attribute__((aligned(64)));
+    struct { /* how long each process has waited for others; the first one reads all */
+        _Atomic int64_t ns __attribute__((aligned(64)));
+    } waited[MAX_RANKS];
 };
 
 /* Tell the others that this process has written its parts, and has read those of the time before. */
@@ -36,6 +40,13 @@ static uint32_t arrive(struct group *group, int64_t rank)
     if (atomic_load(&group->num_sleeping) > 0)
         syscall(SYS_futex, &group->arrived[rank].count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
     return count;
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
 static void wait_for(struct group *group, int64_t rank, uint32_t count)
@@ -111,9 +122,12 @@ KERNEL(reduce, "pppiiiiiiii")
     read_words(words, reduce_format, &r.out, &r.parts, &r.group, &r.type, &r.num_tokens, &r.dim,
                &r.stride, &r.num_parts, &rank, &num_ranks, &num_threads);
     const uint32_t count = arrive(r.group, rank);
+    const int64_t begun_ns = num_ranks > 1 ? now_ns() : 0;
     for (int64_t other = 0; other < num_ranks; other++)
         if (other != rank)
             wait_for(r.group, other, count);
+    if (num_ranks > 1)
+        atomic_fetch_add(&r.group->waited[rank].ns, now_ns() - begun_ns);
     parallel_for(num_threads, (r.num_tokens + ROWS - 1) / ROWS, add_rows, &r);
     return 0;
 }

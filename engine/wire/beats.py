@@ -1,4 +1,4 @@
-"""Count a worker's beats within its steps, and its waits for the disk, where the daemon reads them.
+"""Count a worker's beats within its steps, and its waits, where the daemon reads them.
 
 A step sends one message, at its end, and may take long. A beat after each part of a layer tells a
 slow step from one that hangs.
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
+
+_RANKS_AT = 2
+"""The word of a group's first process; the others' follow."""
 
 
 class Beats:
@@ -29,6 +32,10 @@ class Beats:
         """Add time in which a step has waited for weights from disk."""
         self._words[1] += num_ns
 
+    def rank_waited(self, rank: int, num_ns: int) -> None:
+        """Say how long a process of the group has waited for the others since its start."""
+        self._words[_RANKS_AT + rank] = num_ns
+
     @property
     def count(self) -> int:
         return self._words[0]
@@ -36,6 +43,9 @@ class Beats:
     @property
     def waited_ns(self) -> int:
         return self._words[1]
+
+    def rank_waited_ns(self, rank: int) -> int:
+        return self._words[_RANKS_AT + rank]
 
 
 def new_fd() -> int:

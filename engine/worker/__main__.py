@@ -112,7 +112,7 @@ def _serve(
     if setup.gpu is not None:
         _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars, progress)
     near = NodeMemory(setup.node)
-    followers = _followers(links, memory_fd, setup)
+    followers = _followers(links, memory_fd, setup, beats)
     loaded = _loaded(checkpoint, setup, near, progress, followers)
     channel.send(WeightsLoaded())
     channel.expect(WeightsComplete)
@@ -175,7 +175,7 @@ def _speculation(transformer: Transformer, setup: Setup) -> tuple[Speculation | 
     if setup.gpu is None and not transformer.keeps_row_bits:
         return None, ["Speculation: off (no compiled kernels)"]
     if not transformer.rewrites_records:
-        return None, ["Speculation: off (recurrent layers without Triton)"]
+        return None, ["Speculation: off (recurrent layers without Triton, or in a group)"]
     return Speculation(config.vocab_size, setup.block_size, setup.max_drafted), []
 
 
@@ -241,13 +241,17 @@ class _Loaded(NamedTuple):
     """The first process's of a group; weights are what it has besides."""
 
 
-def _followers(links: list[int], memory_fd: int | None, setup: Setup) -> Followers | None:
+def _followers(
+    links: list[int], memory_fd: int | None, setup: Setup, beats: Beats | None
+) -> Followers | None:
     """Let the other processes of a group load; None: the worker is one process."""
-    if setup.group is None or memory_fd is None:
+    if setup.group is None:
         return None
     from engine.worker.group import Followers
 
-    followers = Followers(links, memory_fd)
+    if memory_fd is None:  # it computes all shards by itself
+        memory_fd = os.memfd_create("penstock-group", os.MFD_CLOEXEC)
+    followers = Followers(links, memory_fd, beats)
     followers.begin(setup)
     return followers
 

@@ -15,13 +15,16 @@ import msgspec
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.shard_bytes import MOST_STEP_TOKENS
 from engine.checkpoint.shards import shard_config
 from engine.errors import WorkerFailed, WorkerUnfit
 from engine.kernels.cpu import Kernels, ProductVariants
+from engine.wire.beats import Beats
 from engine.wire.messages import Failed, GroupSpec, Setup, WeightsLoaded
 from engine.worker.links import FirstLink, Link, StepInputs, encode
 from engine.worker.model.attention import StepBatch, WindowTables
 from engine.worker.model.compiled import find_kernels
+from engine.worker.model.records import RecordBlocks
 from engine.worker.model.reduction import GroupShape, Reduction
 from engine.worker.model.shards import Shards, Weights, load_shards, prove
 from engine.worker.model.transformer import Transformer
@@ -29,8 +32,6 @@ from engine.worker.self_test import faults_of_cores
 
 _ROWS_OF_A_SEQUENCE = 8
 """Rows that a sequence which decodes can have in a step: its token and guesses."""
-_MOST_STEP_TOKENS = 2048
-"""Prompt tokens of the largest step that is ever timed."""
 _ROWS = 64
 
 Progress = Callable[[int, int], None]
@@ -59,11 +60,12 @@ class Followers:
     Args:
         fds: of the links to each, in the order of their ranks.
         memory_fd: of what all share.
+        beats: takes how long each process waits; None: they are not told.
     """
 
-    def __init__(self, fds: Sequence[int], memory_fd: int) -> None:
+    def __init__(self, fds: Sequence[int], memory_fd: int, beats: Beats | None = None) -> None:
         self._links = [FirstLink(fd, rank) for rank, fd in enumerate(fds, 1)]
-        self._memory_fd = memory_fd
+        self._memory_fd, self._beats = memory_fd, beats
 
     def begin(self, setup: Setup) -> None:
         """Let the others load."""
@@ -107,12 +109,19 @@ class Followers:
                 list(batch.seq_lens),
                 _lists(batch.block_tables),
                 list(batch.logit_rows),
+                [(list(each.read), list(each.written)) for each in batch.records],
                 [(slots.tolist(), _lists(tables)) for slots, tables in batch.windows],
                 may_stop,
             )
         )
         for link in self._links:
             link.send(inputs)
+
+    def tell_waits(self, waited_ns: Sequence[int]) -> None:
+        """Let the daemon know how long each process has waited for the others."""
+        if self._beats is not None:
+            for rank, num_ns in enumerate(waited_ns):
+                self._beats.rank_waited(rank, num_ns)
 
 
 def _lists(tables: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -163,7 +172,7 @@ def load_part(checkpoint: Checkpoint, setup: Setup, memory_fd: int, progress: Pr
 
 def _shape(checkpoint: Checkpoint, setup: Setup, group: GroupSpec) -> GroupShape:
     """Size a group's memory for the largest step: prompts, and all sequences that decode."""
-    prompt_rows = max(setup.max_num_batched_tokens, _MOST_STEP_TOKENS)
+    prompt_rows = max(setup.max_num_batched_tokens, MOST_STEP_TOKENS)
     most_rows = prompt_rows + _ROWS_OF_A_SEQUENCE * setup.pool.num_blocks
     return GroupShape(
         len(group.cpus),
@@ -183,6 +192,11 @@ class LeadingTransformer(Transformer):
         shards: Shards = named["shards"]
         self._followers, self._reduction = followers, shards.reduction
 
+    @property
+    def rewrites_records(self) -> bool:
+        """False for recurrent layers: the others know no earlier step."""
+        return self.config.delta is None
+
     def hidden(
         self, batch: StepBatch, kv: torch.Tensor, stops: Stops | None = None
     ) -> torch.Tensor:
@@ -194,6 +208,12 @@ class LeadingTransformer(Transformer):
         return super().hidden(
             batch, kv, lambda done, total: self._reduction.agreed(asked(done, total))
         )
+
+    def logits(self, x: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """Compute logits as Transformer does; then every process has come to the step's end."""
+        made = super().logits(x, batch)
+        self._followers.tell_waits(self._reduction.waited_ns)
+        return made
 
 
 @torch.inference_mode()
@@ -221,5 +241,6 @@ def _batch(inputs: StepInputs) -> StepBatch:
         inputs.seq_lens,
         inputs.block_tables,
         inputs.logit_rows,
-        windows=[WindowTables(torch.tensor(slots), tables) for slots, tables in inputs.windows],
+        [RecordBlocks(*each) for each in inputs.records],
+        [WindowTables(torch.tensor(slots), tables) for slots, tables in inputs.windows],
     )

@@ -23,6 +23,8 @@ class StepInputs(msgspec.Struct, tag=True, frozen=True):
     seq_lens: list[int]
     block_tables: list[list[int]]
     logit_rows: list[int]
+    records: list[tuple[list[int], list[int]]]
+    """Blocks to read and to write, of each sequence."""
     windows: list[tuple[list[int], list[list[int]]]]
     may_stop: bool
     """Whether the first process may end the step after any half of a layer."""

@@ -17,7 +17,7 @@ import torch
 import engine.worker.model
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.weights_layout import PanelsLayout, gpu_layout, panels_layout
+from engine.checkpoint.weights_layout import AS_STORED, PanelsLayout, gpu_layout, panels_layout
 from engine.errors import WorkerUnfit
 from engine.kernels.attention_backends import refusal_of, this_machine
 from engine.wire.messages import GpuSpec, Proof, Setup
@@ -142,8 +142,9 @@ def faults_of_cores(checkpoint: Checkpoint, setup: Setup) -> dict[str, str]:
         return {}
     spec = setup.weights
     matrices: tuple[MatrixRows, ...] = ()
-    if spec is not None and spec.is_packed:
-        layout = panels_layout(checkpoint, setup.dtype, spec.weights)
+    if spec is None or spec.is_packed:  # a group packs its own
+        kept = AS_STORED if spec is None else spec.weights
+        layout = panels_layout(checkpoint, setup.dtype, kept)
         matrices = () if layout is None else first_rows(checkpoint, layout)
     prover = Prover(config, dtype, on, setup.block_size, len(setup.cpus), matrices, is_brief=True)
     products, found = prover.products(matrices), next(prover.faults(backend), None)

@@ -123,12 +123,12 @@ def _branches(
     """Build a decoder layer: attention, feed-forward, and its own inputs where it has such."""
     prefix = f"{config.family.prefix}model.layers.{layer}."
     attention: Block
-    if config.kv_layers[layer] is None:
-        attention = GatedDelta(config, weights, layer, backend, linears)
-    elif shards is None:
-        attention = _Attention(config, weights, layer, rope_index, backend, linears)
-    else:
+    if shards is not None:
         attention = _joined_attention(shards, layer, rope_index, backend, linears)
+    elif config.kv_layers[layer] is None:
+        attention = GatedDelta(config, weights, layer, backend, linears)
+    else:
+        attention = _Attention(config, weights, layer, rope_index, backend, linears)
     if shards is None:
         mlp = _feed_forward(config, weights, layer, prefix, backend, linears)
     else:
@@ -182,9 +182,12 @@ def _feed_forward(
 def _joined_attention(
     shards: Shards, layer: int, rope_index: int | None, backend: Backend, linears: Linears
 ) -> Block:
-    """Build a layer's attention of some heads after others, each shard's in a part of the pool."""
+    """Build a layer's attention of some heads after others, each in a part of pool or record."""
 
     def make(weights: dict[str, Weight], linears: Linears, shard: int) -> Block:
+        if shards.config.kv_layers[layer] is None:
+            count = shards.reduction.shape.num_shards
+            return GatedDelta(shards.config, weights, layer, backend, linears, shard, count)
         return _Attention(shards.config, weights, layer, rope_index, backend, linears, shard)
 
     return shards.joined(ATTENTION, "output", linears, make)

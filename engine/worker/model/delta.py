@@ -34,7 +34,11 @@ _NORM_EPS = 1e-6
 
 
 class GatedDelta:
-    """A layer that reads and writes its part of each sequence's record."""
+    """A layer that reads and writes its part of each sequence's record.
+
+    Args:
+        shard: its number; a record has a narrower layer for each of `num_shards`.
+    """
 
     def __init__(
         self,
@@ -43,11 +47,13 @@ class GatedDelta:
         layer: int,
         backend: Backend,
         linears: Linears,
+        shard: int = 0,
+        num_shards: int = 1,
     ) -> None:
         assert config.delta is not None
         self._config, self._eps = config.delta, config.rms_norm_eps
-        self._number = sorted(config.delta.layers).index(layer)
-        """Its place among the layers that keep a state."""
+        self._number = sorted(config.delta.layers).index(layer) * num_shards + shard
+        """Its place among the layers that keep a state, or among the shards of these."""
         prefix = f"{config.family.prefix}model.layers.{layer}.linear_attn."
         names = config.delta.projections
         self._has_grouped_heads = "in_proj_qkvz" in names
@@ -58,7 +64,7 @@ class GatedDelta:
         own = replace(linears, take=self._take_inputs)
         self._project = [own.make(weights, [prefix + name], kind=name) for name in names]
         self._widths = {name: weights[f"{prefix}{name}.weight"].shape[0] for name in names}
-        self._output = linears.make(weights, [f"{prefix}out_proj"])
+        self._output = linears.make(weights, [f"{prefix}out_proj"], kind="output")
         conv = weights[f"{prefix}conv1d.weight"].values.float()
         self._conv = conv[:, 0].t().contiguous()
         """[conv_size, conv_width]."""

@@ -6,7 +6,7 @@ Invariant: the parts' values are the format's in float32: (code - zero) * scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,6 +68,33 @@ class Parts(NamedTuple):
             minimums = _scaled(self.minimums, self.head_minimums, is_signed=False)
             values += (minimums if self.heads is None else minimums.neg_())[..., None]
         return values.view(len(self.codes), -1)
+
+    def of_columns(self, first: int, end: int) -> Parts:
+        """Take columns [first, end) of all rows; they begin and end between groups, and blocks."""
+        depth = self.codes.shape[1]
+
+        def cut(each: torch.Tensor | None) -> torch.Tensor | None:
+            if each is None:
+                return None
+            count = each.shape[1]
+            return each[:, first * count // depth : end * count // depth]
+
+        codes, scales = self.codes[:, first:end].contiguous(), cut(self.scales)
+        assert scales is not None
+        return self._replace(
+            codes=codes,
+            scales=scales,
+            minimums=cut(self.minimums),
+            heads=cut(self.heads),
+            head_minimums=cut(self.head_minimums),
+            zeros=cut(self.zeros),
+        )
+
+
+def joined_rows(parts: Sequence[Parts]) -> Parts:
+    """Join rows of one matrix that were read in several runs."""
+    columns = zip(*parts, strict=True)
+    return Parts._make(torch.cat(each) if torch.is_tensor(each[0]) else each[0] for each in columns)
 
 
 def parts_of(blocks: torch.Tensor, kind: str) -> Parts:

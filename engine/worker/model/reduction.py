@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.checkpoint.shard_bytes import NUM_PLACES
 from engine.errors import WorkerFailed
 from engine.kernels.cpu import Kernels
 from engine.worker.model.buffers import Take, fresh
@@ -19,8 +20,9 @@ from engine.worker.model.compiled import ELEMENT_TYPES
 
 ATTENTION, FEED_FORWARD = range(2)
 """The places of parts, by what makes them."""
-_NUM_PLACES = 2
 _HEAD_BYTES = 4096
+_WAITED_AT, _LINE_BYTES = 576, 64
+"""Each process's time of waiting, in a cache line of its own; see `struct group`."""
 _STOP_AT = 2048
 """Where the first process says whether a step ends, behind the counters of arrivals."""
 _PROVED_ROWS = (1, 3, 9)
@@ -47,7 +49,7 @@ class GroupShape:
     def num_bytes(self) -> int:
         """Bytes of all; a step touches only what its rows need."""
         logits_bytes = self.max_rows * self.vocab_size * torch.float32.itemsize
-        return _HEAD_BYTES + _NUM_PLACES * self.num_shards * self.part_bytes + logits_bytes
+        return _HEAD_BYTES + NUM_PLACES * self.num_shards * self.part_bytes + logits_bytes
 
     def own_shards(self, rank: int) -> range:
         """Return the numbers of a process's shards."""
@@ -70,11 +72,13 @@ class Reduction:
         self._kernels = kernels
         self._memory = torch.frombuffer(mmap.mmap(fd, shape.num_bytes), dtype=torch.uint8)
         self._stop = self._memory[_STOP_AT : _STOP_AT + 8].view(torch.int64)
-        first = _HEAD_BYTES + _NUM_PLACES * shape.num_shards * shape.part_bytes
+        waited = self._memory[_WAITED_AT : _WAITED_AT + shape.num_ranks * _LINE_BYTES]
+        self._waited_ns = waited.view(torch.int64).view(shape.num_ranks, -1)[:, 0]
+        first = _HEAD_BYTES + NUM_PLACES * shape.num_shards * shape.part_bytes
         logits = self._memory[first:].view(torch.float32)
         self._logits = logits.view(shape.max_rows, shape.vocab_size)
         places = self._memory[_HEAD_BYTES:first].view(shape.dtype)
-        self._parts = places.view(_NUM_PLACES, shape.num_shards, shape.max_rows, shape.hidden_size)
+        self._parts = places.view(NUM_PLACES, shape.num_shards, shape.max_rows, shape.hidden_size)
 
     def part(self, place: int, shard: int, num_rows: int) -> torch.Tensor:
         """Return where a shard's part of a sum is to be written, [num_rows, hidden_size].
@@ -93,6 +97,12 @@ class Reduction:
         out = take("sum", num_rows, shape.hidden_size, shape.dtype)
         self._reduce(out.data_ptr(), self._parts[place].data_ptr(), num_rows)
         return out
+
+    @property
+    def waited_ns(self) -> list[int]:
+        """How long each process has waited for the others since the start."""
+        waited: list[int] = self._waited_ns.tolist()
+        return waited
 
     def wait(self) -> None:
         """Wait until all processes have come here."""
@@ -146,7 +156,7 @@ class Reduction:
         """
         shape = self.shape
         rows = torch.arange(max(_PROVED_ROWS) * shape.hidden_size).view(-1, shape.hidden_size) % 31
-        for place in range(_NUM_PLACES):
+        for place in range(NUM_PLACES):
             for count in _PROVED_ROWS:
                 for shard in shape.own_shards(self.rank):
                     self.part(place, shard, count).copy_(rows[:count] + shard)

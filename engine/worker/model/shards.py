@@ -7,22 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.shards import Cut, cut_of
-from engine.checkpoint.tensor_info import TensorInfo
+from engine.checkpoint.packed_layouts import PANEL_ROWS, panels_shape
+from engine.checkpoint.shards import Cut, cut_of, kept_form
 from engine.checkpoint.weights_layout import is_embedding
 from engine.errors import WorkerFailed
 from engine.kernels.cpu import Kernels
 from engine.worker.model.buffers import fresh
 from engine.worker.model.linear import CompiledLinear, Linear, Linears
 from engine.worker.model.reduction import ATTENTION, Reduction
-from engine.worker.model.stored_tensors import Stored
-from engine.worker.model.weight import Weight, packed_in_pairs
+from engine.worker.model.stored_tensors import Stored, StoredPart
+from engine.worker.model.weight import (
+    _PIECE_VALUES,
+    Weight,
+    pack_panels,
+    packed_in_pairs,
+)
 from engine.worker.model.weights import map_files
 
 Weights = dict[str, Weight]
@@ -141,7 +147,7 @@ def load_shards(
 
     Args:
         dtype: that is served; matrices stay as they are stored where it is float32, to which the
-            kernels widen.
+            kernels widen, and where they are codes that the kernels read.
         progress: called with (bytes done, bytes to do).
         is_packed: matrices that are multiplied are packed in pairs.
     """
@@ -156,41 +162,69 @@ def load_shards(
     own: dict[int, Weights] = {shard: {} for shard in shards}
     done = 0
     for name, source in sources.items():
-        cut = cut_of(config, name, source.info.shape)
-        is_matrix = is_packed and len(source.info.shape) == 2 and not is_embedding(name)
-        if cut is None:
-            whole = _whole(source)
-            is_kept = is_embedding(name)
-            common[name] = Weight.plain(whole) if is_kept else _weight(whole, dtype, is_matrix)
+        cut, form = cut_of(config, name, source.info.shape), kept_form(name, source.info)
+        keep = _Keep(source, dtype, form, is_packed, partial(progress, done, total))
+        if is_embedding(name):
+            common[name] = _looked_up(source, dtype)
+        elif cut is None:
+            common[name] = keep(StoredPart(source, [(0, source.num_rows)]))
         else:
             for shard in shards:
-                own[shard][name] = _weight(_part(source, cut, shard, count), dtype, is_matrix)
+                own[shard][name] = keep(_part(source, cut, shard, count), is_added=cut.has(shard))
         done += source.info.num_bytes
         progress(done, total)
     return common, {shard: {**common, **weights} for shard, weights in own.items()}
 
 
-def _whole(source: Stored) -> torch.Tensor:
-    return source.rows(0, source.num_rows).reshape(source.info.shape)
-
-
-def _part(source: Stored, cut: Cut, shard: int, count: int) -> torch.Tensor:
-    """Read a shard's part of a tensor; it is a view of the file where its bytes are the values."""
-    info: TensorInfo = source.info
-    if cut.by == "none":
-        whole = _whole(source)
-        return whole if shard == 0 else torch.zeros_like(whole)
+def _part(source: Stored, cut: Cut, shard: int, count: int) -> StoredPart:
+    """Find a shard's part of a tensor."""
     if cut.by == "columns":
-        size = info.shape[1]
-        first, end = size * shard // count, size * (shard + 1) // count
-        return source.rows(0, source.num_rows)[:, first:end].contiguous()
-    parts = [source.rows(first, end) for first, end in cut.rows(shard, count)]
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return rows.reshape(-1, *info.shape[1:])
+        size = source.depth
+        columns = size * shard // count, size * (shard + 1) // count
+        return StoredPart(source, [(0, source.num_rows)], columns)
+    runs = [(0, source.num_rows)] if cut.by == "none" else list(cut.rows(shard, count))
+    return StoredPart(source, runs)
 
 
-def _weight(values: torch.Tensor, dtype: str, is_matrix: bool) -> Weight:
-    if values.dim() < 2 or dtype != "float32":
-        values = values.to(getattr(torch, dtype))
-    weight = Weight.plain(values)
-    return packed_in_pairs(weight) if is_matrix else weight
+def _looked_up(source: Stored, dtype: str) -> Weight:
+    """Leave rows in the file if they can be looked up there."""
+    info = source.info
+    if info.is_in_blocks:
+        return Weight(source.blocks, None, f"{info.dtype}_rows", info.shape)
+    rows = source.rows(0, source.num_rows).reshape(info.shape)
+    return Weight.plain(rows if info.is_plain else rows.to(getattr(torch, dtype)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Keep:
+    """Keep parts of one tensor in memory, as the kernels read them."""
+
+    source: Stored
+    dtype: str
+    form: str | None
+    """The form of its codes; None: it has values."""
+    is_packed: bool
+    beat: Callable[[], None]
+    """Called after each piece."""
+
+    def __call__(self, part: StoredPart, *, is_added: bool = True) -> Weight:
+        """Make a weight of a part; zeros unless it is added to what other shards have."""
+        if self.form is not None:
+            return self._panels(part, self.form)
+        info = self.source.info
+        shape = (part.num_rows, *info.shape[1:-1], part.depth)[: len(info.shape)]
+        values = part.rows(0, part.num_rows).reshape(shape)
+        if not is_added:
+            values = torch.zeros_like(values)
+        if values.dim() < 2 or self.dtype != "float32" or not info.is_plain:
+            values = values.to(getattr(torch, self.dtype))
+        weight = Weight.plain(values.contiguous())
+        return packed_in_pairs(weight) if self.is_packed and values.dim() == 2 else weight
+
+    def _panels(self, part: StoredPart, form: str) -> Weight:
+        data = torch.empty(panels_shape(form, part.num_rows, part.depth), dtype=torch.uint8)
+        step = max(_PIECE_VALUES // (part.depth * PANEL_ROWS), 1)
+        for first in range(0, len(data), step):
+            pack_panels(part, form, data, first, min(first + step, len(data)))
+            self.beat()
+        return Weight(data, None, f"{form}_panels", (part.num_rows, part.depth))

@@ -5,13 +5,13 @@ Invariant: rows() gives the same values however it is cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import torch
 
-from engine.checkpoint.tensor_info import TensorInfo
-from engine.worker.model.dequantise import Parts, SeparateMatrix, parts_of
+from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
+from engine.worker.model.dequantise import Parts, SeparateMatrix, joined_rows, parts_of
 
 GROUP = 32
 _DRAWN_IN = (1.0, 0.95, 0.9, 0.85)
@@ -111,19 +111,31 @@ class Stored:
             return values.float().neg().log()
         return values.float() + self.info.shift if self.info.shift else values
 
-    def parts(self, first: int, end: int, form: str | None) -> Parts:
+    def parts(
+        self, first: int, end: int, form: str | None, columns: tuple[int, int] | None = None
+    ) -> Parts:
         """Read rows as codes and scales of a form: the stored ones, or the nearest.
 
         form: None: the stored form, which must exist.
+        columns: the first one and the one behind the last, between groups of codes; None: all.
         """
         if self.info.is_quantised or form is None:
-            return self._parts(first, end, form)
-        return quantised(self.rows(first, end).float(), form)
+            return self._parts(first, end, form, columns)
+        rows = self.rows(first, end)
+        return quantised((rows if columns is None else rows[:, slice(*columns)]).float(), form)
 
-    def _parts(self, first: int, end: int, form: str | None) -> Parts:
+    def _parts(
+        self, first: int, end: int, form: str | None, columns: tuple[int, int] | None = None
+    ) -> Parts:
         if self._apart is not None:
-            return self._apart.parts(self._wanted(first, end), form)
-        return parts_of(self._stored_rows(first, end), self.info.dtype)
+            found = self._apart.parts(self._wanted(first, end), form)
+            return found if columns is None else found.of_columns(*columns)
+        blocks = self._stored_rows(first, end)
+        if columns is not None:
+            num_values, num_bytes = BLOCKS[self.info.dtype]
+            first_byte, end_byte = (each // num_values * num_bytes for each in columns)
+            blocks = blocks[:, first_byte:end_byte]
+        return parts_of(blocks, self.info.dtype)
 
     def _stored_rows(self, first: int, end: int) -> torch.Tensor:
         """uint8 [end - first, bytes of a row], in the order in which the model wants them."""
@@ -168,3 +180,42 @@ class Stored:
         spread = tuple(stride * self.info.item_bytes for stride in strides)
         parts = blocks.as_strided((*shape, self.info.item_bytes), (*spread, 1), offset)
         return torch.cat((items(self._scales, 1)[..., None], parts), -1).flatten(1)
+
+
+class StoredPart:
+    """Some rows of a stored tensor, or some columns of all its rows, as a tensor of its own.
+
+    Args:
+        runs: of rows, each as the first one and the one behind the last.
+        columns: the first one and the one behind the last, between groups of codes; None: all.
+    """
+
+    def __init__(
+        self,
+        stored: Stored,
+        runs: Sequence[tuple[int, int]],
+        columns: tuple[int, int] | None = None,
+    ) -> None:
+        self._stored, self._runs, self._columns = stored, runs, columns
+        self.num_rows = sum(end - first for first, end in runs)
+        self.depth = stored.depth if columns is None else columns[1] - columns[0]
+
+    def rows(self, first: int, end: int) -> torch.Tensor:
+        """Values of rows [first, end), as Stored's; a view of the file where they lie there."""
+        found = [self._stored.rows(*run) for run in self._within(first, end)]
+        rows = found[0] if len(found) == 1 else torch.cat(found)
+        return rows if self._columns is None else rows[:, slice(*self._columns)]
+
+    def parts(self, first: int, end: int, form: str | None) -> Parts:
+        """Read rows as codes and scales, as Stored does."""
+        found = [self._stored.parts(*run, form, self._columns) for run in self._within(first, end)]
+        return found[0] if len(found) == 1 else joined_rows(found)
+
+    def _within(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the stored rows, in runs, of this part's rows [first, end)."""
+        before = 0
+        for start, stop in self._runs:
+            inner = max(start, start + first - before), min(stop, start + end - before)
+            if inner[0] < inner[1]:
+                yield inner
+            before += stop - start

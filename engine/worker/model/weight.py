@@ -32,7 +32,7 @@ from engine.checkpoint.weights_layout import PanelsLayout, WeightsLayout
 from engine.errors import CheckpointError
 from engine.kernels.cpu import load_kernels
 from engine.worker.model.dequantise import Parts, parts_of
-from engine.worker.model.stored_tensors import Stored
+from engine.worker.model.stored_tensors import Stored, StoredPart
 
 SCHEMES = {
     "float32": torch.float32,
@@ -260,7 +260,9 @@ def packed_weights(
     return packed
 
 
-def pack_panels(stored: Stored, form: str, panels: torch.Tensor, first: int, end: int) -> None:
+def pack_panels(
+    stored: Stored | StoredPart, form: str, panels: torch.Tensor, first: int, end: int
+) -> None:
     """Fill panels [first, end) of a matrix, uint8 [num_panels, bytes of a panel]."""
     last = min(end * PANEL_ROWS, stored.num_rows)
     if form == FP8_ROWS:

@@ -15,7 +15,10 @@ from tests.engine.worker.model.test_transformer import (
     oracle_logits,
     random_ids,
 )
+from tests.gguf_files import write_gguf
 from tests.groups import BLOCK_SIZE, NUM_BLOCKS, Group
+from tests.quantised_checkpoints import write_quantised
+from tests.worlds.computing_world import transformer_of
 
 try:
     load_kernels()
@@ -65,6 +68,9 @@ def logits_of_everything(group):
         ("qwen3_moe", {}),
         ("gpt_oss", {}),
         ("ministral3", {}),
+        ("qwen3_next", {}),
+        ("qwen3_5_text", {}),
+        ("qwen3_5_moe_text", {}),
     ],
 )
 def test_sums_of_shards_are_the_oracles_logits(family, overrides, tmp_path):
@@ -111,6 +117,49 @@ def test_bits_do_not_depend_on_the_number_of_processes(folder, of_two):
 def test_nor_do_they_in_bfloat16(bfloat16_folder, variants):
     expected, _ = logits_of_everything(Group(bfloat16_folder, 1, "bfloat16", variants))
     group = Group(bfloat16_folder, 2, "bfloat16", variants)
+    try:
+        assert torch.equal(logits_of_everything(group)[0], expected)
+    finally:
+        group.stop()
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 2}  # fmt: skip
+QUANTISED = ("Q8_0", "Q4_0", "fp8-blocks", "fp8-rows", "int4-32", "int4-128-zeros", "int4-rows",
+             "int8-packed", "gptq-32", "gptq-order", "nvfp4", "awq")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "wide", **WIDE)
+
+
+def quantised_as(kind, folder, into):
+    if kind[0].isupper():
+        return write_gguf(folder, into / "model.gguf", kind)
+    return write_quantised(folder, kind, into)[0]
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_shards_of_codes_are_the_whole_matrices(kind, wide_folder, tmp_path):
+    """Against a worker of one process, which widens what it reads."""
+    path = quantised_as(kind, wide_folder, tmp_path)
+    group, whole = Group(path, 1), transformer_of(path)
+    assert group.model.config.num_layers == 2
+    ids = random_ids(torch.Generator().manual_seed(3), 70)
+    pools = pool_of(group), Pool(whole, BLOCK_SIZE, torch.Generator().manual_seed(1))
+    made = [pool.step([(ids, 0, pool.table(len(ids)))]) for pool in pools]
+    assert_same_predictions(*made, tolerance=5e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "gptq-32", "qwen3_next"])
+def test_nor_do_they_where_codes_or_states_are_divided(kind, wide_folder, tmp_path):
+    if kind == "qwen3_next":
+        path = make_checkpoint(tmp_path, kind)
+    else:
+        path = quantised_as(kind, wide_folder, tmp_path)
+    expected, _ = logits_of_everything(Group(path, 1))
+    group = Group(path, 2)
     try:
         assert torch.equal(logits_of_everything(group)[0], expected)
     finally:

@@ -15,7 +15,7 @@ from engine.kernels.cpu import FORMS as NUMBERS
 from engine.kernels.cpu import load_kernels
 from engine.worker.model.dequantise import Parts, dequantised
 from engine.worker.model.linear import CompiledLinear
-from engine.worker.model.stored_tensors import Stored, quantised
+from engine.worker.model.stored_tensors import Stored, StoredPart, quantised
 from engine.worker.model.weight import Weight, embedded, pack_panels, panels_of
 from tests.levels import LEVELS, each_level
 
@@ -316,3 +316,31 @@ def test_an_input_that_is_no_number_makes_no_number(level, value):
     found = linear(x)
     assert not found[1].isfinite().any()
     assert found[0].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_matrix_have_the_codes_that_it_has_there(kind):
+    depth = 2 * 512
+    blocks = blocks_of(kind, 20, depth)
+    info = TensorInfo("w", Path("w"), kind, (20, depth), 0, blocks.nbytes)
+    stored, form = Stored(info, {"codes": blocks.flatten()}), FORM_BY_KIND[kind]
+    whole = stored.parts(0, 20, form).values()
+    runs = StoredPart(stored, [(3, 8), (12, 17)])
+    expected = torch.cat((whole[3:8], whole[12:17]))
+    assert torch.equal(runs.parts(0, 10, form).values(), expected)
+    assert torch.equal(runs.parts(4, 6, form).values(), expected[4:6])
+    columns = StoredPart(stored, [(0, 20)], (256, 512))
+    assert (columns.num_rows, columns.depth) == (20, 256)
+    assert torch.equal(columns.parts(5, 20, form).values(), whole[5:, 256:512])
+    panels = torch.empty(panels_shape(form, 20, 256), dtype=torch.uint8)
+    pack_panels(columns, form, panels, 0, len(panels))
+    alone = panels_of(parts_of_blocks(blocks, kind, 256, 512), FORMS[form])
+    assert torch.equal(panels, alone)
+
+
+def parts_of_blocks(blocks, kind, first, end):
+    """Parts of a matrix that has only some of another's columns."""
+    values, size = BLOCKS[kind]
+    cut = blocks.view(len(blocks), -1, size)[:, first // values : end // values]
+    info = TensorInfo("w", Path("w"), kind, (len(blocks), end - first), 0, cut.numel())
+    return Stored(info, {"codes": cut.flatten()}).parts(0, len(blocks), FORM_BY_KIND[kind])
