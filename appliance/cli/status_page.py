@@ -162,6 +162,7 @@ def _worker_text(worker: Row) -> str:
         f" prefill {tokens_per_s(worker.get('prefill_tokens_per_s'))},"
         f" decode {tokens_per_s(worker.get('decode_tokens_per_s'))},"
         f" {things(worker.get('num_restarts'), 'restart')}"
+        f"{_ranks_text(worker)}"
     )
 
 
@@ -175,6 +176,17 @@ def _offload_text(offload: Row, workers: Iterable[Row]) -> str:
     )
     held = size(offload.get("resident_bytes"))
     return f"each step reads {disk} of {whole} of weights, {held} are in memory{waits}"
+
+
+def _ranks_text(worker: Row) -> str:
+    """Say what each process of a group holds and waits, and what bounds the worker's steps."""
+    each = (
+        f"; process {rank} holds {size(process.get('rss_bytes'))}, waits"
+        f" {fine_ratio(process.get('wait_ratio'))} of its time"
+        for rank, process in enumerate(worker.get("ranks") or ())
+    )
+    bound = worker.get("bound_by")
+    return "".join((*each, f"; steps are bound by {printable(bound)}" if bound else ""))
 
 
 def _pids(worker: Row) -> str:

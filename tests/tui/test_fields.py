@@ -15,6 +15,7 @@ from appliance.observe.frame.protocol import (
     Frame,
     HolderFrame,
     LinkFrame,
+    RankFrame,
     ResidentFrame,
     SwapsFrame,
     WayFrame,
@@ -67,6 +68,8 @@ INTERNAL = {
     "starved": "an alert, and the limiting sentence",
     "workers.num_refused": "status names them, with the reason",
     "workers.other_pids": "status has them",
+    "workers.ranks.pid": "status has it",
+    "workers.ranks.cpus": "the worker's device names them",
     "workers.cpu_share": "an alert where it is small",
     "devices.kind": "decides which readings there could be",
 }
@@ -102,6 +105,8 @@ def rich() -> Frame:
             disk_wait_ratio=0.9,
             disk_bytes_per_s=3e8,
             disk_read_bytes=7 << 30,
+            ranks=[RankFrame(14, [0], 5 << 30, 0.25)],
+            bound_by="computing",
         )
         for worker in frames.busy().workers
     ]

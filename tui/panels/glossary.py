@@ -83,6 +83,11 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("cpu, cores", "load of the machine and of each core, with its worker"),
             Entry("rss", "memory of the worker process"),
             Entry("admitted, weights", "sequences the worker holds; bytes of the model it loaded"),
+            Entry(
+                "rank 0, bound by",
+                "a process of a group: memory, and the time that it waits for the others; what most"
+                " of a step's time goes into",
+            ),
             Entry("daemon", "CPU and memory of the daemon itself"),
             Entry("others", "a core that other programs keep busy"),
             Entry("J/token", "energy per prompt token (in) and per output token (out)"),

@@ -35,6 +35,7 @@ def _weights(frame: Frame, width: int) -> list[Line]:
     for worker in frame.workers:
         rate, whole = fig.bytes_per_s(worker.disk_bytes_per_s), fig.size(worker.disk_read_bytes)
         waits = f"waits {fig.ratio(worker.disk_wait_ratio)}, reads {rate}, {whole} so far"
+        waits += f", {worker.bound_by}" if worker.bound_by else ""
         figures.append((worker.name, waits))
     return [rule("WEIGHTS ON DISK", width, note), *facts(width, figures)]
 

@@ -227,8 +227,18 @@ def _process(worker: WorkerFrame, width: int) -> list[Line]:
             ("rss", fig.size(worker.rss_bytes)),
             ("admitted", fig.count(worker.num_sequences)),
             ("weights", loaded),
+            *_ranks(worker),
         ],
     )
+
+
+def _ranks(worker: WorkerFrame) -> list[tuple[str, str]]:
+    """List what each process of a group holds and waits, and what bounds its steps."""
+    each = [
+        (f"rank {number}", f"{fig.size(rank.rss_bytes)} waits {fig.ratio(rank.wait_ratio)}")
+        for number, rank in enumerate(worker.ranks)
+    ]
+    return [*each, ("bound by", worker.bound_by or fig.ABSENT)] if each else []
 
 
 def _steps(frame: Frame, workers: list[WorkerFrame], width: int) -> list[Line]:

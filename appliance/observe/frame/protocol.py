@@ -188,6 +188,17 @@ class RequestFrame(msgspec.Struct):
     """How often its sequences continued after the death of their worker or of the daemon."""
 
 
+class RankFrame(msgspec.Struct):
+    """One process of a group over the last second."""
+
+    pid: int
+    cpus: list[int]
+    rss_bytes: int | None
+    """Its resident memory, with what it shares."""
+    wait_ratio: float | None
+    """Share of the last second that its steps waited for the others, 0 to 1."""
+
+
 class WorkerFrame(msgspec.Struct):
     """One worker process over the last second."""
 
@@ -235,6 +246,11 @@ class WorkerFrame(msgspec.Struct):
     """Bytes that it has read from disk since its start."""
     other_pids: list[int] = []
     """A group's processes besides the first; CPU and memory add up all of them."""
+    ranks: list[RankFrame] = []
+    """The processes of a group; empty: the worker is one process."""
+    bound_by: str | None = None
+    """What most of its steps' time went into: `computing`, `waiting` for its other processes or
+    `reading` weights; None: it has neither, or had no step."""
 
 
 class QueueFrame(msgspec.Struct):

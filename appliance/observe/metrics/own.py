@@ -227,6 +227,17 @@ def _workers(frame: Frame) -> Iterator[MetricFamily]:
     yield gauge("penstock_worker_refused_kernels", "That the self-test found wrong.", refused)
     restarts = _of_field(named, "num_restarts")
     yield counter("penstock_worker_restarts_total", "Restarts of the worker.", restarts)
+    ranks = [
+        ({"worker": worker.name, "rank": str(rank)}, process)
+        for worker in frame.workers
+        for rank, process in enumerate(worker.ranks)
+    ]
+    if ranks:
+        about = "Of a process of a group, with what it shares."
+        held, waits = _of_field(ranks, "rss_bytes"), _of_field(ranks, "wait_ratio")
+        yield gauge("penstock_worker_rank_resident_bytes", about, held)
+        about = "Of its time, for its group within steps."
+        yield gauge("penstock_worker_rank_wait_ratio", about, waits)
     if frame.offload is not None:
         read = _of_field(named, "disk_read_bytes")
         yield counter("penstock_worker_disk_read_bytes_total", "That it read from disk.", read)

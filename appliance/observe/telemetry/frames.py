@@ -50,6 +50,7 @@ from appliance.observe.telemetry.frame_parts import (
 )
 from appliance.observe.telemetry.late import late_first, late_next, waiting_prompts
 from appliance.observe.telemetry.offload_readings import OffloadReadings
+from appliance.observe.telemetry.rank_readings import RankReadings
 from appliance.observe.telemetry.starvation import Starvation
 from appliance.observe.telemetry.telemetry import Telemetry, worker_now
 from appliance.observe.telemetry.windows import UsualTimes
@@ -108,7 +109,7 @@ class Frames:
         self._alerts = Alerts()
         self._usual = UsualTimes()
         self._starvation = Starvation()
-        self._offload = OffloadReadings(plan)
+        self._offload, self._ranks = OffloadReadings(plan), RankReadings()
         self._started_ns = time.monotonic_ns()
         self._frame: Frame | None = None
         self._is_made = asyncio.Event()
@@ -119,7 +120,7 @@ class Frames:
         """Show another model from now on; numbers and counts continue."""
         self._plan, self.model, self._router, self._supervisor = plan, model, router, supervisor
         self.measuring = None
-        self._offload = OffloadReadings(plan)
+        self._offload, self._ranks = OffloadReadings(plan), RankReadings()
 
     def make(self, standing: ServiceState) -> list[Change]:
         """Take a reading and wake the readers; return the changed alerts."""
@@ -132,6 +133,7 @@ class Frames:
         host = telemetry.host()
         self._starvation.look(workers, host, now_ns / 1e9)
         offload = self._offload.look(states, workers, elapsed_s)
+        self._ranks.look(states, workers, elapsed_s)
         devices = self._devices.read(now_ns)
         self.energy.divide(devices, self._devices.read_ns)
         frame = Frame(
