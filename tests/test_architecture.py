@@ -287,6 +287,7 @@ READS_BY_HAND = {
     "appliance/fleet/cgroup_limits.py": "/sys",
     "appliance/fleet/weights_file.py": "/proc",
     "appliance/observe/telemetry/offload_readings.py": "/proc",
+    "appliance/observe/telemetry/rank_readings.py": "/proc",
     "appliance/fleet/placement.py": "/sys",
     "appliance/fleet/scopes.py": "/proc, and libraries of ours",
     "appliance/http/access.py": "/proc",

@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from appliance.fleet.placement import available_cores, cpu_names
+from tests.appliance.cli_process import penstock, user_environ
+from tests.appliance.large_model import make_large
+from tests.checkpoints import load_oracle, make_checkpoint
 from tests.daemons import ALONE, Daemon, is_alive
+from tests.quantised_checkpoints import SHAPE, write_quantised
+from tests.test_exactness import assert_all_same, prompts
 
 PROMPTS = [[(5 * i + 3 * j) % 280 + 5 for j in range(70 + 40 * i)] for i in range(3)]
 CORES = available_cores()
 TWO = f"{CORES[0]}+{CORES[-1]}"
+STATIC = ("--roles", "static", "--place", f"prefill={TWO} decode={TWO} forced")
 
 
 def answers(daemon: Daemon) -> list[list[int]]:
@@ -57,6 +63,10 @@ def test_a_worker_of_two_processes_answers_as_one_does(
     (worker,) = alone.fresh_state()["workers"]
     first, last = (cpu_names((cpu,)).removeprefix("cpu ") for cpu in (CORES[0], CORES[-1]))
     assert worker["device"] == f"cpu {first}+{last}"
+    ranks = worker["ranks"]
+    assert [rank["cpus"] for rank in ranks] == [[CORES[0]], [CORES[-1]]]
+    assert [rank["pid"] for rank in ranks] == pids(alone, "colocated")
+    assert all(rank["rss_bytes"] > 0 and 0 <= rank["wait_ratio"] <= 1 for rank in ranks)
     assert len(pids(alone, "colocated")) == 2
 
 
@@ -84,22 +94,68 @@ def test_the_death_of_either_process_is_that_of_both_and_streams_go_on(
     alone.assert_all_free()
 
 
-@pytest.mark.parametrize("transport", ["alias", "shm"])
-def test_groups_hand_over_to_each_other(
-    tiny_llama: Path, tmp_path: Path, by_one: list[list[int]], transport: str
-) -> None:
-    place = f"prefill={TWO} decode={TWO} forced"
-    settings = ("--roles", "static", "--transport", transport, "--place", place)
-    daemon = Daemon(tmp_path, *settings, model=tiny_llama)
+def hand_over(daemon: Daemon, transport: str, check: Callable[[], None]) -> None:
+    """Let a prefill and a decode group serve, and lose a process of each."""
     try:
         daemon.wait_ready()
-        assert answers(daemon) == by_one
+        check()
         assert {row["transport"] for row in daemon.log_rows()} == {transport}
         for name in ("prefill", "decode"):
             both = pids(daemon, name)
-            os.kill(both[1], signal.SIGKILL)
+            os.kill(both[-1], signal.SIGKILL)
             daemon.wait_for(lambda both=both: not any(is_alive(pid) for pid in both))
-            assert answers(daemon) == by_one
+            check()
         daemon.assert_all_free()
     finally:
         daemon.stop()
+
+
+def test_groups_hand_over_to_each_other(
+    tiny_llama: Path, tmp_path: Path, by_one: list[list[int]]
+) -> None:
+    daemon = Daemon(tmp_path, *STATIC, "--transport", "alias", model=tiny_llama)
+
+    def check() -> None:
+        assert answers(daemon) == by_one
+
+    hand_over(daemon, "alias", check)
+
+
+def test_codes_are_divided_and_what_they_mean_is_served(tmp_path: Path) -> None:
+    """By two processes that prefill, and one that decodes."""
+    folder = make_checkpoint(tmp_path / "tiny", **SHAPE)
+    path, meant = write_quantised(folder, "int4-32", tmp_path)
+    place = f"prefill={TWO} decode={CORES[-1]} forced"
+    settings = ("--roles", "static", "--place", place, "--transport", "shm", "--dtype", "float32")
+    daemon, oracle = Daemon(tmp_path / "daemon", *settings, model=path), load_oracle(meant)
+    cases = [(prompt, 12) for prompt in prompts([3, 64, 130])]
+    hand_over(daemon, "shm", lambda: assert_all_same(daemon, oracle, cases))
+
+
+@pytest.mark.parametrize(
+    ("place", "about"),
+    [
+        (f"colocated={TWO}+{TWO}+{TWO}+{TWO} forced", "8 processes"),
+        ("colocated=0+999 forced", "core 999"),
+        ("colocated=0+ forced", "place"),
+        ("colocated=0+cuda:0 forced", "cores alone"),
+    ],
+)
+def test_what_cannot_be_a_group_is_refused_before_anything_loads(
+    tiny_llama: Path, tmp_path: Path, place: str, about: str
+) -> None:
+    settings = ("--roles", "colocated", "--place", place)
+    for verb in (("serve", "--check-config"), ("serve", "--no-log-text")):
+        ended = penstock(user_environ(tmp_path), *verb, str(tiny_llama), *settings)
+        assert (ended.returncode, about in ended.stderr) == (78, True), ended.stderr
+        assert not (tmp_path / "state" / "requests.db").exists()
+
+
+def test_so_is_one_too_large_for_memory_with_what_would_fit(tmp_path: Path) -> None:
+    """Terabytes of weights, of which the disk has only the headers."""
+    folder = make_large(tmp_path / "large", num_hidden_layers=2000, intermediate_size=65536)
+    settings = ("--roles", "colocated", "--place", f"colocated={TWO} forced", "--dtype", "float32")
+    for verb in (("serve", "--check-config"), ("serve", "--no-log-text")):
+        ended = penstock(user_environ(tmp_path), *verb, str(folder), *settings)
+        assert (ended.returncode, "2 processes need" in ended.stderr) == (78, True), ended.stderr
+        assert "hint: " in ended.stderr

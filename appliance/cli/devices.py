@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 from appliance.cli import terminal
 from appliance.cli.tables import Format, TableColumn, in_unit, word
 from appliance.cli.terminal import Output
+from appliance.configuration import client_settings
+from appliance.hub.names import model_name
 from appliance.observe.frame.figures import ABSENT, bytes_per_s, count, size
+from engine.errors import PenstockError
+from engine.text.read_models import read_checkpoint
 
 if TYPE_CHECKING:
     from appliance.devices.inventory import Inventory
@@ -71,7 +75,23 @@ def devices(output: Output = Format.TABLE) -> None:
         row["links"] = [asdict(x) for x in inventory.links if row["name"] in (x.one, x.other)]
     terminal.write(terminal.listing("devices", _DEVICES, output).render(rows))
     if output.is_for_people:
-        terminal.write("".join(f"{line}\n" for line in drawing(inventory)))
+        terminal.write(
+            "".join(f"{line}\n" for line in (*drawing(inventory), *_proposed(inventory)))
+        )
+
+
+def _proposed(inventory: Inventory) -> Iterator[str]:
+    """Propose how to serve the configured model where it needs more than a start does by itself."""
+    from appliance.fleet.model_files import model_folder
+    from appliance.fleet.proposals import propose
+
+    try:
+        checkpoint = read_checkpoint(model_folder(client_settings.load_asked({}).model))
+    except (PenstockError, OSError):  # doctor says what is wrong with it
+        return
+    proposed = propose(checkpoint, inventory)
+    if proposed is not None:
+        yield f"{model_name(checkpoint.folder)}: {proposed}"
 
 
 def drawing(inventory: Inventory) -> Iterator[str]:

@@ -17,6 +17,8 @@ from appliance.api.formats.format_choice import output_format_of
 from appliance.cli import text_model_folders
 from appliance.cli.model_sources import sources
 from appliance.cli.text_model_folders import MODULES, read_any_model
+from appliance.fleet.placer import this_inventory
+from appliance.fleet.proposals import propose
 from appliance.hub import cache, fits
 from appliance.hub.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
@@ -110,6 +112,7 @@ def detail(found: FoundModel) -> tuple[dict[str, Any], fits.MemoryNeed, list[str
         },
         "tools": not output_format_of(tokenizer).has_preamble,
     }
+    about["proposed"] = propose(checkpoint, this_inventory())
     return about, _need_of(checkpoint), misfits(tokenizer, config.vocab_size, config.unknown_ends)
 
 

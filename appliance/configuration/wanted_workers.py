@@ -69,15 +69,25 @@ class WantedWorkers:
 
     @property
     def width(self) -> int:
-        """Processes of each worker."""
-        widths = {len(spot.each) for spot in self._all_spots if isinstance(spot, Ranks)}
-        return max(widths, default=1)
+        """Processes of the worker that has most."""
+        return max(self.widths, default=1)
+
+    @property
+    def widths(self) -> list[int]:
+        """Processes of each worker whose place is named."""
+        spots = [spot for spot in self._all_spots if spot is not None]
+        return [len(spot.each) if isinstance(spot, Ranks) else 1 for spot in spots]
 
     def ranks(self, worker: str) -> tuple[tuple[int, ...], ...]:
-        """Return the cores of each process of a worker; empty: it is one process."""
+        """Return the cores of each process of a worker; empty: no worker is a group.
+
+        Beside a group, one process computes all shards, so that both have the same bits.
+        """
         names = [name for role in self.names for name in role]
         spot = dict(zip(names, self._spots, strict=True)).get(worker, self.colocated)
-        return spot.each if isinstance(spot, Ranks) else ()
+        if isinstance(spot, Ranks):
+            return spot.each
+        return (spot,) if self.width > 1 and isinstance(spot, tuple) else ()
 
     def of_each(self, num_prefill: int, num_decode: int) -> WantedWorkers:
         """Want this number of workers per role, without fixed places."""
@@ -184,8 +194,8 @@ def parse_place(value: object) -> WantedWorkers:
     if by_role.keys() != {PREFILL, DECODE}:
         raise ValueError(_SAY)
     spots = (*by_role[PREFILL], *by_role[DECODE])
-    if len({len(spot.each) if isinstance(spot, Ranks) else 1 for spot in spots}) > 1:
-        raise ValueError("all workers as many processes, such as 'prefill=0+1 decode=2+3'")
+    if any(isinstance(x, Ranks) for x in spots) and any(isinstance(x, str) for x in spots):
+        raise ValueError("cores for all workers if one has several processes, or GPUs for all")
     return WantedWorkers(by_role[PREFILL], by_role[DECODE], is_forced, value)
 
 

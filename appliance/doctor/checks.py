@@ -307,7 +307,7 @@ def _whose(
 
 def _model(found: ServeConfig) -> Finding:
     from appliance.fleet.boot import place  # half of a second
-    from appliance.fleet.boot_check import check_plan, dram_forecast
+    from appliance.fleet.boot_check import check_plan, dram_forecast, proposals
     from appliance.fleet.model_files import model_folder, to_be_fetched
 
     if missing := to_be_fetched(found):
@@ -316,6 +316,7 @@ def _model(found: ServeConfig) -> Finding:
     placed, folder = place(found), model_folder(found.model)
     about, dram = check_plan(found, placed)[0], dram_forecast(found, placed)
     about = f"the configuration is good; {about}{'' if dram is None else f'; {dram.text}'}"
+    about = "; proposed: ".join([about, *proposals(found, placed)])
     sampling = placed.checkpoint.config.sampling
     if advice := sampling_advice(sampling, folder):
         return Finding("model", "note", f"{about}; {sampling_text(sampling, folder)}", advice)

@@ -21,7 +21,9 @@ from appliance.configuration.settings import ServeConfig
 from appliance.daemon.requests.request import ModelInfo
 from appliance.daemon.survival.kept_pools import KeptPools, memfd
 from appliance.devices.gpu_list import Gpu
+from appliance.devices.inventory import Inventory
 from appliance.fleet.gpu_placement import installed_torch
+from appliance.fleet.group_memory import share_group_memory
 from appliance.fleet.kept_proofs import load_proofs
 from appliance.fleet.model_files import facts_by_name, model_folder
 from appliance.fleet.placement import (
@@ -32,6 +34,7 @@ from appliance.fleet.placement import (
 )
 from appliance.fleet.placer import Placer, this_inventory
 from appliance.fleet.profile_store import Known
+from appliance.fleet.proposals import check_copies
 from appliance.fleet.scopes import devices_name, gpus_name, machine_scope, model_scope
 from appliance.fleet.text_models import (
     LoadedTexts,
@@ -41,7 +44,7 @@ from appliance.fleet.text_models import (
     room_for_texts,
 )
 from appliance.fleet.weights_file import WeightsFile, folder_of
-from appliance.fleet.weights_offload import Offload, share_memory
+from appliance.fleet.weights_offload import MemoryShares, Offload, share_memory
 from appliance.fleet.weights_plan import (
     WeightsPlan,
     check_weights,
@@ -255,7 +258,8 @@ def predict_place(
     weights = plan_weights(checkpoint, dtype, config, placement)
     if memory is None or memory.num_bytes < _dram_bytes(config):
         room_bytes -= _dram_bytes(config) - (0 if memory is None else memory.num_bytes)
-    shares = share_memory(config, checkpoint, dtype, placement, weights, room_bytes)
+    here = replace(inventory, memory_bytes=room_bytes)
+    shares = _shared_memory(config, checkpoint, dtype, placement, weights, here)
     if shares.kv_bytes is not None:
         placement = placer.place_with(shares.kv_bytes, dtype)
     notes = [*([] if placed.about is None else [placed.about]), *shares.notes]
@@ -266,6 +270,22 @@ def predict_place(
         notes.append(f"Model length lowered from {wanted_len} to {max_len} tokens, the {limit}.")
     about = tuple(notes), free_bytes, weights, shares.offload, text_models
     return PlacedModel(model_id, checkpoint, dtype, placement, num_arena_blocks, *about)
+
+
+def _shared_memory(
+    config: ServeConfig,
+    checkpoint: Checkpoint,
+    dtype: str,
+    placement: Placement,
+    weights: WeightsPlan,
+    inventory: Inventory,
+) -> MemoryShares:
+    """Divide the memory between weights and KV, of workers of one process or of several."""
+    share = share_memory if config.place.width == 1 else share_group_memory
+    shares = share(config, checkpoint, dtype, placement, weights, inventory.memory_bytes)
+    if shares.offload is None:
+        check_copies(checkpoint, weights.layout, placement, inventory)
+    return shares
 
 
 def _model_id(config: ServeConfig, folder: Path) -> str:
@@ -370,7 +390,7 @@ def _product_variants(config: ServeConfig, checkpoint: Checkpoint, weights: Weig
     """Describe how products are computed and blocks laid out, if that is unusual."""
     if config.place.width == 1:
         return weights.variants_text
-    return f"{weights.variants_text}; shards of {num_shards(checkpoint.config)}"
+    return f"{weights.variants_text}; shards of {num_shards(checkpoint)}"
 
 
 def _with_prompt_steps(
@@ -471,7 +491,7 @@ def _group_spec(plan: WorkerPlan, checkpoint: Checkpoint, weights: WeightsPlan) 
         return None
     return GroupSpec(
         [list(cpus) for cpus in plan.ranks],
-        num_shards(checkpoint.config),
+        num_shards(checkpoint),
         variant=None if weights.variants is None else weights.variants.few,
         has_tiles=weights.variants is not None and weights.variants.has_tiles,
     )

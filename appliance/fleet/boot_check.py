@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from appliance.configuration.settings import ServeConfig
@@ -12,6 +13,8 @@ from appliance.fleet.placement import (
     capacity_text,
     placement_lines,
 )
+from appliance.fleet.placer import this_inventory
+from appliance.fleet.proposals import propose
 from appliance.fleet.weights_plan import kv_text
 from engine.errors import ConfigError, refuse
 from engine.kernels.attention_backends import this_machine
@@ -68,7 +71,16 @@ def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[
     return (
         f"it serves {checkpoint.folder} in {dtype}, "
         f"up to {placement.max_model_len} tokens per request{attention}{about}"
-    ), placement_lines(placement)
+    ), [*placement_lines(placement), *(f"  proposed: {each}" for each in proposals(config, placed))]
+
+
+def proposals(config: ServeConfig, placed: PlacedModel) -> list[str]:
+    """Propose other settings where the model needs them; empty: it needs none."""
+    has_gpu = any(worker.gpu is not None for worker in placed.placement.workers)
+    if has_gpu or config.place.width > 1:
+        return []
+    inventory = replace(this_inventory(), gpus=(), memory_bytes=placed.free_bytes)
+    return list(filter(None, [propose(placed.checkpoint, inventory)]))
 
 
 def check_others(config: ServeConfig) -> list[str]:

@@ -21,18 +21,18 @@ def check_group(checkpoint: Checkpoint, dtype: str, config: ServeConfig) -> None
     Raises:
         ConfigError: naming why.
     """
-    width = config.place.width
-    if width == 1:
+    if config.place.width == 1:
         return
     reason = why_no_shards(checkpoint)
     if reason is not None:
         what = f"this model cannot be divided between processes: {reason}"
         raise ConfigError(what, where="place", hint=_LEAVE_OUT)
-    count = num_shards(checkpoint.config)
-    if count % width:
+    count = num_shards(checkpoint)
+    unfit = [width for width in config.place.widths if count % width]
+    if unfit:
         able = [str(each) for each in range(2, count + 1) if count % each == 0]
         raise ConfigError(
-            f"{width} processes, and the model is divided into {count} parts",
+            f"{unfit[0]} processes, and the model is divided into {count} parts",
             where="place",
             hint=f"a worker of this model has {' or '.join(able)} processes",
         )

@@ -216,7 +216,7 @@ def place(
         max_model_len=min(wanted_len, held_by_pools * BLOCK_SIZE),
         record_blocks=record_blocks,
         windows=windows,
-        reasons=(*_reasons(topology, nodes, node_of), *_group_reasons(wanted.width)),
+        reasons=(*_reasons(topology, nodes, node_of), *_group_reasons(wanted)),
     )
 
 
@@ -301,9 +301,10 @@ def _plans(
         yield WorkerPlan(w.name, cores_of[w.name], w.pool, node=node, ranks=ranks)
 
 
-def _group_reasons(width: int) -> Iterator[str]:
-    if width > 1:
-        yield f"each worker is {width} processes, each with its part of the weights"
+def _group_reasons(wanted: WantedWorkers) -> Iterator[str]:
+    if wanted.width > 1:
+        widths = " and ".join(map(str, dict.fromkeys(wanted.widths)))
+        yield f"a worker is {widths} processes, each with its part of the weights"
 
 
 def default_kv_bytes(full_length_bytes: int, memory_bytes: int) -> int:

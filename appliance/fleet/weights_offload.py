@@ -24,7 +24,7 @@ WORKER_BYTES = 320 << 20
 """Memory of a worker's process besides weights and pools."""
 UNITS_AHEAD = 2
 """Units on disk that a worker has in memory: one is computed, and one is read."""
-_LEAST_KV_SHARE = 4
+LEAST_KV_SHARE = 4
 """Weights may leave KV this part of its usual memory."""
 
 
@@ -92,8 +92,6 @@ def share_memory(
         ConfigError: the setting cannot be followed, or nothing fits.
     """
     asked = config.offload_weights
-    if config.place.width > 1:  # check_group() has refused a number
-        return MemoryShares(None, None)
     if any(plan.gpu is not None for plan in placement.workers):
         if isinstance(asked, int):
             what = "weights cannot stay on disk on GPUs yet"
@@ -119,6 +117,11 @@ def share_memory(
         return MemoryShares(None, None)  # a tight fit, as ever
 
 
+def pool_bytes(placement: Placement) -> int:
+    """Return the KV memory as placed."""
+    return sum(pool.num_blocks for pool in placement.topology.pools) * placement.block_bytes
+
+
 def _sizes(
     config: ServeConfig,
     checkpoint: Checkpoint,
@@ -131,8 +134,8 @@ def _sizes(
     units = [
         sum(found[name] for name in names) for names in names_by_unit(found, checkpoint.config)
     ]
-    kv = sum(pool.num_blocks for pool in placement.topology.pools) * placement.block_bytes
-    least = kv if config.kv_memory_bytes is not None else kv // _LEAST_KV_SHARE
+    kv = pool_bytes(placement)
+    least = kv if config.kv_memory_bytes is not None else kv // LEAST_KV_SHARE
     num_workers = len(placement.workers)
     room = memory_bytes - num_workers * WORKER_BYTES
     return _Sizes(sum(found.values()), units, kv, least, room, num_workers)

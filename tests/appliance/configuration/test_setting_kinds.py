@@ -88,6 +88,9 @@ def test_cores_of_a_workers_processes_are_named_apart():
     assert (alone.width, alone.colocated_cores([0, 1, 2, 3])) == (4, (0, 1, 2, 3))
     assert alone.ranks("colocated") == ((0,), (1,), (2,), (3,))
     assert ONE_OF_EACH.colocated_cores([3, 5]) == (3, 5)
+    unlike = parse_place("prefill=0+1 decode=2-3")
+    assert (unlike.width, unlike.widths) == (2, [2, 1])
+    assert (unlike.ranks("prefill"), unlike.ranks("decode")) == (((0,), (1,)), ((2, 3),))
 
 
 @pytest.mark.parametrize(
@@ -98,8 +101,7 @@ def test_cores_of_a_workers_processes_are_named_apart():
         ("prefill=0+cuda:0 decode=1+2", "cores alone"),
         ("prefill=gpu0+1 decode=1+2", "cores alone"),
         ("prefill=0-1+2 decode=3+4", "as many cores"),
-        ("prefill=0+1 decode=2", "as many processes"),
-        ("prefill=0+1 decode=cuda:0", "as many processes"),
+        ("prefill=0+1 decode=cuda:0", "cores for all"),
         ("prefill=0+ decode=1+2", "2x1"),
         ("colocated=0,1", "2x1"),
         ("colocated=cuda:0", "2x1"),
