@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 
 from appliance.bench.exchange import SERVERS_LOG, Target
 from appliance.bench.load import exchange
@@ -75,12 +74,7 @@ class Arms:
     def __enter__(self) -> Arms:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._kept.close()
 
     @contextmanager

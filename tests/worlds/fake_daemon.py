@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingMixIn, UnixStreamServer
-from types import TracebackType
 from typing import Any
 
 RID = "cmpl-1"
@@ -121,12 +120,7 @@ class FakeDaemon(ThreadingMixIn, UnixStreamServer):
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.script.cancelled.set()
         self.shutdown()
         self.server_close()

@@ -109,6 +109,18 @@ class Layer:
         delta = self.config.delta
         return record[LAYER * delta.layer_values :][: delta.layer_values].clone()
 
+    def assert_equals_torch(self, *sequences):
+        """One step has the results, the records and the untouched blocks of torch's."""
+        before = self.pool.clone()
+        expected = self.step(*sequences, by_torch=True)
+        states = [self.values(owner) for owner, _, _ in sequences]
+        after, self.pool = self.pool, before
+        torch.testing.assert_close(self.step(*sequences), expected, **TOLERANCES[self.dtype])
+        for (owner, _, _), state in zip(sequences, states, strict=True):
+            torch.testing.assert_close(self.values(owner), state, rtol=1e-4, atol=1e-4)
+        elsewhere = slice(self.record(3, 0)[0], None)
+        assert torch.equal(*(each.view(torch.uint8)[elsewhere] for each in (self.pool, after)))
+
 
 @pytest.fixture(params=SHAPES, ids=lambda name: name.replace(" ", "-"))
 def shape(request):
@@ -120,15 +132,7 @@ def shape(request):
 def test_the_kernel_computes_what_torch_does(tmp_path, level, family, dtype, shape):
     layer = Layer(tmp_path, family, shape, dtype, level)
     for parts in ([(0, 0, 90), (1, 0, 1)], [(1, 1, 7), (0, 90, 91), (2, 40, 75)]):
-        before = layer.pool.clone()
-        expected = layer.step(*parts, by_torch=True)
-        states = [layer.values(owner) for owner, _, _ in parts]
-        after, layer.pool = layer.pool, before
-        torch.testing.assert_close(layer.step(*parts), expected, **TOLERANCES[dtype])
-        for (owner, _, _), state in zip(parts, states, strict=True):
-            torch.testing.assert_close(layer.values(owner), state, rtol=1e-4, atol=1e-4)
-        elsewhere = slice(layer.record(3, 0)[0], None)
-        assert torch.equal(*(each.view(torch.uint8)[elsewhere] for each in (layer.pool, after)))
+        layer.assert_equals_torch(*parts)
 
 
 @each_level

@@ -11,7 +11,7 @@ from engine.worker.model.delta import GatedDelta
 from engine.worker.model.delta_inputs import RecordRuns
 from engine.worker.model.records import RecordBlocks
 from tests.engine.worker.model.test_attention import batch_of
-from tests.engine.worker.model.test_delta import BLOCK_SIZE, MODELS, SHAPES, TOLERANCES, Layer
+from tests.engine.worker.model.test_delta import BLOCK_SIZE, MODELS, SHAPES, Layer
 from tests.levels import needs_kernels
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("real_bfloat16")]
@@ -59,15 +59,7 @@ NUM_FIRST = {"each layout": 5, "one head": 66, "as published": 2}
 def test_triton_computes_what_torch_does(tmp_path, family, dtype, name):
     layer, first = OnGpu(tmp_path, family, SHAPES[name], dtype), NUM_FIRST[name]
     for parts in ([(0, 0, first), (1, 0, 1)], [(1, 1, 3), (0, first, first + 1), (2, 60, 62)]):
-        before = layer.pool.clone()
-        expected = layer.step(*parts, by_torch=True)
-        states = [layer.values(owner) for owner, _, _ in parts]
-        after, layer.pool = layer.pool, before
-        torch.testing.assert_close(layer.step(*parts), expected, **TOLERANCES[dtype])
-        for (owner, _, _), state in zip(parts, states, strict=True):
-            torch.testing.assert_close(layer.values(owner), state, rtol=1e-4, atol=1e-4)
-        elsewhere = slice(layer.record(3, 0)[0], None)
-        assert torch.equal(*(each.view(torch.uint8)[elsewhere] for each in (layer.pool, after)))
+        layer.assert_equals_torch(*parts)
 
 
 def test_a_sequence_has_the_same_bits_however_it_is_cut(tmp_path):
