@@ -76,9 +76,12 @@ def sample_cost(num_rows: int, vocab_size: int) -> Cost:
     return Cost(num_rows * vocab_size * 4)
 
 
-def product_cost(num_tokens: int, num_rows: int, depth: int, itemsize: int) -> Cost:
-    """Cost of multiplying tokens by a matrix [num_rows, depth]."""
-    num_values = num_rows * depth + num_tokens * (num_rows + depth)
+def product_cost(
+    num_tokens: int, num_rows: int, depth: int, itemsize: int, num_outputs: int | None = None
+) -> Cost:
+    """Cost of multiplying tokens by a matrix [num_rows, depth]; num_outputs: fewer, of gates."""
+    num_outputs = num_rows if num_outputs is None else num_outputs
+    num_values = num_rows * depth + num_tokens * (num_outputs + depth)
     return Cost(num_values * itemsize, 2 * num_tokens * num_rows * depth)
 
 

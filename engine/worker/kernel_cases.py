@@ -7,7 +7,7 @@ device, so that all can be captured in a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,14 +24,13 @@ from engine.kernels.costs import (
     product_cost,
     sample_cost,
 )
-from engine.kernels.cpu import MAX_FEW
 from engine.kernels.product_choice import AS_STORED, ProductChoice
 from engine.wire.sampling import SamplingParams
 from engine.worker.model.attention import StepBatch
 from engine.worker.model.backend import Backend, choose_backend
 from engine.worker.model.buffers import fresh
 from engine.worker.model.layers import rope_table
-from engine.worker.model.linear import choose_linears
+from engine.worker.model.linear import CompiledLinear, Linear, Linears, choose_linears
 from engine.worker.model.sampler import draw_of
 from engine.worker.model.weight import Weight, packed_in_pairs
 
@@ -52,6 +51,7 @@ SMALL_SEQUENCES: dict[str, Sequences] = {
 }
 NUM_LAYERS = 8
 MAX_SAMPLED_ROWS = 64
+"""Of so many tokens each is a sequence's that decodes; more are of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,17 @@ class KernelFixture:
             yield from self._small_operations(num_tokens)
             yield from self._products(num_tokens)
         for num_rows in dict.fromkeys(min(count, MAX_SAMPLED_ROWS) for count in token_counts):
+            yield self._head(num_rows)
             yield from self._samplers(num_rows)
 
     @property
     def _heads(self) -> AttentionShape:
         c = self.config
         return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, self.dtype.itemsize)
+
+    @property
+    def _linears(self) -> Linears:
+        return choose_linears(self.device.type, self.dtype, variants=self.products.variants)
 
     def _noise(self, *sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, device=self.device).to(self.dtype)
@@ -163,13 +168,6 @@ class KernelFixture:
             norm_cost(num_tokens, c.hidden_size, size),
             lambda layer: backend.norm(x[layer], weight, 1e-5, added[layer], 1.0),
         )
-        gate_up = self._noise(self.num_layers, num_tokens, 2 * c.intermediate_size)
-        yield KernelCase(
-            "gated activation",
-            tokens,
-            gated_cost(num_tokens, c.intermediate_size, size),
-            lambda layer: backend.gated(gate_up[layer], c.hidden_act),
-        )
         num_rows = c.num_heads + 2 * c.num_kv_heads
         qkv = self._noise(self.num_layers, num_tokens, num_rows, c.head_dim)
         batch, kv = self._step([(0, num_tokens)])
@@ -185,25 +183,59 @@ class KernelFixture:
         )
 
     def _products(self, num_tokens: int) -> Iterator[KernelCase]:
-        c, variants = self.config, self.products.variants
-        linears = choose_linears(self.device.type, self.dtype, variants=variants)
-        num_few = num_tokens if num_tokens <= MAX_FEW else 0
-        shapes = {
-            "up": (2 * c.intermediate_size, c.hidden_size),
-            "down": (c.hidden_size, c.intermediate_size),
-            "head": (c.vocab_size, c.hidden_size),
-        }
-        for name, (num_rows, depth) in shapes.items():
-            values = self._noise(num_rows, depth).div_(depth**0.5)
-            weight = Weight.plain(values)
-            weights = {f"{name}.weight": weight if variants is None else packed_in_pairs(weight)}
-            multiply, x = linears.make(weights, [name]), self._noise(num_tokens, depth)
+        """Yield a feed-forward's products; gates on their own only where no product opens them."""
+        c, tokens = self.config, f"{num_tokens} tokens"
+        shape = 2 * c.intermediate_size, c.hidden_size
+        up = self._matrices(c.family.gate_up, *shape)
+        linears = self._linears
+        names = list(c.family.gate_up)
+        opened = linears.make_gated(up, names, c.hidden_act, self.backend.gated)
+        if isinstance(opened, CompiledLinear):
+            yield self._product("up and gates", opened, num_tokens, *shape, c.intermediate_size)
+        else:
+            yield self._product("up", linears.make(up, names), num_tokens, *shape)
+            gate_up = self._noise(self.num_layers, num_tokens, 2 * c.intermediate_size)
             yield KernelCase(
-                f"product {name}",
-                f"{num_tokens} tokens",
-                product_cost(num_tokens, num_rows, depth, self.dtype.itemsize),
-                _on_any_layer(partial(multiply, x, num_few)),
+                "gated activation",
+                tokens,
+                gated_cost(num_tokens, c.intermediate_size, self.dtype.itemsize),
+                lambda layer: self.backend.gated(gate_up[layer], c.hidden_act),
             )
+        down = linears.make(self._matrices(["down"], c.hidden_size, c.intermediate_size), ["down"])
+        yield self._product("down", down, num_tokens, c.hidden_size, c.intermediate_size)
+
+    def _matrices(self, names: Iterable[str], num_rows: int, depth: int) -> dict[str, Weight]:
+        """Make matrices that lie together, as the layers' do, by their tensors' names."""
+        values = self._noise(num_rows, depth).div_(depth**0.5)
+        names = list(names)
+        parts = map(Weight.plain, values.chunk(len(names)))
+        is_packed = self.products.variants is not None
+        return {
+            f"{name}.weight": packed_in_pairs(part) if is_packed else part
+            for name, part in zip(names, parts, strict=True)
+        }
+
+    def _product(
+        self,
+        what: str,
+        multiply: Linear,
+        num_tokens: int,
+        num_rows: int,
+        depth: int,
+        num_outputs: int | None = None,
+    ) -> KernelCase:
+        x, num_few = self._noise(num_tokens, depth), num_tokens
+        if num_tokens > MAX_SAMPLED_ROWS:
+            num_few = 0
+        cost = product_cost(num_tokens, num_rows, depth, self.dtype.itemsize, num_outputs)
+        call = _on_any_layer(partial(multiply, x, num_few))
+        return KernelCase(f"product {what}", f"{num_tokens} tokens", cost, call)
+
+    def _head(self, num_rows: int) -> KernelCase:
+        c = self.config
+        shape, linears = (c.vocab_size, c.hidden_size), self._linears
+        head = linears.make(self._matrices(["head"], *shape), ["head"])
+        return self._product("head", head, num_rows, *shape)
 
     def _samplers(self, num_rows: int) -> Iterator[KernelCase]:
         logits = torch.randn(num_rows, self.config.vocab_size, device=self.device) * 4

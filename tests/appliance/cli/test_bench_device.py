@@ -15,7 +15,7 @@ from tests.appliance.cli_process import penstock, user_environ
 @pytest.mark.parametrize(
     ("kind", "whats"),
     [
-        ("kernels", {"norm after residual", "attention", "product up", "sample drawn"}),
+        ("kernels", {"norm after residual", "attention", "product down", "sample drawn"}),
         ("steps", {"decode step", "prefill chunk"}),
         ("transports", {"blocks to the host", "blocks from the host"}),
     ],

@@ -8,13 +8,32 @@ import torch
 from engine.checkpoint.checkpoint import expected_shapes
 from engine.checkpoint.model_config import ModelConfig
 from engine.kernels.costs import step_values
-from engine.kernels.cpu import EXACT
-from engine.kernels.product_choice import ProductChoice
+from engine.kernels.cpu import EXACT, WIDENED
+from engine.kernels.product_choice import AS_STORED, ProductChoice
 from engine.worker import measure
+from engine.worker.kernel_cases import KernelFixture
 from engine.worker.measure import LLAMA_8B, Bench, _config, own_dtype, steps, transports
 from engine.worker.model.linear import as_one_matrix
 from tests.checkpoints import make_checkpoint
 from tests.levels import needs_kernels
+
+OPENED = ["product up and gates", "product down", "product head"]
+APART = ["product up", "gated activation", "product down", "product head"]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("dtype", "choice", "timed"),
+    [("bfloat16", ProductChoice(EXACT, WIDENED, ""), OPENED), ("float32", AS_STORED, APART)],
+)
+def test_gates_are_timed_where_a_step_opens_them(dtype, choice, timed, tmp_path):
+    config = ModelConfig.from_folder(make_checkpoint(tmp_path / "m"))
+    fixture = KernelFixture.of(config, getattr(torch, dtype), torch.device("cpu"), 16, choice)
+    cases = [case for case in fixture.cases({}, [3]) if {"product", "gated"} & {*case.what.split()}]
+    assert [case.what for case in cases] == timed
+    for case in cases:
+        case.call(0)
+        assert case.cost.num_flops > 0 or case.what == "gated activation"
 
 
 def num_values(config, *, is_counted=lambda name: True):

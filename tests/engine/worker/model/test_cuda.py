@@ -133,8 +133,8 @@ def test_every_kernel_has_a_case_that_can_be_measured(tmp_path):
     for case in measured:
         case.call(1)
         assert case.cost.num_bytes > 0
-    whats = "attention, attention, norm after residual, gated activation, rope and KV write"
-    whats += ", product up, product down, product head, sample greedy, sample drawn"
+    whats = "attention, attention, norm after residual, rope and KV write, product up"
+    whats += ", gated activation, product down, product head, sample greedy, sample drawn"
     assert [case.what for case in measured] == [*whats.split(", "), "sample drawn top_p"]
 
 
@@ -147,6 +147,7 @@ def test_attention_costs_what_it_sees():
     assert Cost(10, 40).is_bound_by_bytes(bytes_per_s=5.0, flops_per_s=100.0)
     assert not Cost(10, 40).is_bound_by_bytes(bytes_per_s=5.0, flops_per_s=10.0)
     assert product_cost(2, 3, 5, itemsize=4) == Cost((15 + 2 * 8) * 4, 2 * 2 * 15)
+    assert product_cost(2, 4, 5, 2, num_outputs=2) == Cost((20 + 2 * 7) * 2, 2 * 2 * 20)
 
 
 # --------------------------------------------------------------------------------------------------
