@@ -16,7 +16,7 @@ import torch
 
 import engine.worker.model
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import INT8_KV, ModelConfig
 from engine.checkpoint.weights_layout import AS_STORED, PanelsLayout, gpu_layout, panels_layout
 from engine.errors import WorkerUnfit
 from engine.kernels.attention_backends import refusal_of, this_machine
@@ -146,7 +146,8 @@ def faults_of_cores(checkpoint: Checkpoint, setup: Setup) -> dict[str, str]:
         kept = AS_STORED if spec is None else spec.weights
         layout = panels_layout(checkpoint, setup.dtype, kept)
         matrices = () if layout is None else first_rows(checkpoint, layout)
-    prover = Prover(config, dtype, on, setup.block_size, len(setup.cpus), matrices, is_brief=True)
+    how = (config, dtype, on, setup.block_size, len(setup.cpus), matrices)
+    prover = Prover(*how, is_brief=True, has_codes=setup.pool_dtype == INT8_KV)
     products, found = prover.products(matrices), next(prover.faults(backend), None)
     twin = None if found is None else next(prover.faults(TorchBackend()), None)
     failed = next((each for each in (products, twin) if each and each.has_failed), None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.worker.model.attention import MAX_CODE
 from engine.worker.model.layers import soft_cap
 
 
@@ -19,8 +20,13 @@ class Tolerance:
     of_row: float
 
 
-_UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-"""The last place of a value, relative to it, at most."""
+_UNIT = {
+    torch.float32: 2.0**-23,
+    torch.bfloat16: 2.0**-7,
+    torch.float16: 2.0**-10,
+    torch.int8: 1 / MAX_CODE,
+}
+"""The last place of a value, relative to it, at most; of codes, to the largest value of a head."""
 TOLERANCES = {
     # weights of keys are rounded before their sum, by all kernels: 0.1 units of the row
     "attention": Tolerance(0.55, 1.3),
@@ -31,6 +37,8 @@ TOLERANCES = {
     "gated": Tolerance(1.6, 0.1),
     # what turns may cancel: then it is off by units of what it was
     "place": Tolerance(1.1, 2.5),
+    # half a code of a head's largest value, which is within five times the root mean square
+    "codes": Tolerance(0.6, 2.5),
     "product": Tolerance(0.55, 1.0),
     # states and sums are float32; torch computes chunks, the kernel token by token
     "recurrent": Tolerance(0.6, 1.5),
@@ -52,7 +60,7 @@ def difference(
     Args:
         actual: of the device, [num_rows, ...].
         expected: float32 of the host, as large.
-        dtype: that the device computed in.
+        dtype: that the device computed in, or of the pool.
     """
     rows, wanted = actual.cpu().float().flatten(1), expected.flatten(1)
     tolerance, unit = TOLERANCES[operation], _UNIT[dtype]

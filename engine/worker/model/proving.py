@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import SCALE_BYTES, ModelConfig
 from engine.checkpoint.rope import RopeConfig
 from engine.wire.sampling import SamplingParams
-from engine.worker.model.attention import StepBatch, num_parts
+from engine.worker.model.attention import MAX_CODE, StepBatch, num_parts, planes
 from engine.worker.model.backend import Backend
 from engine.worker.model.layers import gated, rms_norm, rope_table, rotate
 from engine.worker.model.proof_judge import difference, judged_attention, poison, seeded
@@ -40,6 +40,8 @@ _ROWS = (1, 17)
 """Tokens of the small operations: a lone one, and more than a tile of 16."""
 _POSITIONS = 512
 _BRIEF_VOCABULARY = 4096
+_CODES_OF_ONE = 32
+"""Keys and values of an int8 pool are such parts, times powers of two: exact as codes."""
 _UNREAD = 9.0
 """What lies where no query may read."""
 
@@ -63,6 +65,7 @@ class Prover:
         num_processors: of the device.
         matrices: rows of the model's own, one of each form.
         is_brief: few steps of attention, and few logits: a start on cores has little time.
+        has_codes: the pool is of int8.
     """
 
     config: ModelConfig
@@ -72,6 +75,7 @@ class Prover:
     num_processors: int
     matrices: tuple[MatrixRows, ...] = ()
     is_brief: bool = False
+    has_codes: bool = False
 
     def faults(self, backend: Backend) -> Iterator[Wrong]:
         """Yield all that this backend computes wrongly, or fails to."""
@@ -172,6 +176,35 @@ class Prover:
         """Make values of the dtype, on the host in float32."""
         return torch.randn(shape, generator=generator).to(self.dtype).float()
 
+    def kept_noise(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
+        """Make keys or values that the pool's dtype holds exactly."""
+        values = self.noise(generator, *shape)
+        if not self.has_codes:
+            return values
+        codes = values.mul_(_CODES_OF_ONE).round_().clamp_(-MAX_CODE, MAX_CODE)
+        exponents = torch.randint(-1, 2, (*shape[:-1], 1), generator=generator)
+        return torch.ldexp(codes / _CODES_OF_ONE, exponents)
+
+    def pool(self, values: torch.Tensor) -> torch.Tensor:
+        """Make a pool of [num_blocks, layers, 2, block_size, num_kv_heads, head_dim]."""
+        if not self.has_codes:
+            return self.sent(values)
+        *blocks, num_kv_heads, head_dim = values.shape
+        num_bytes = num_kv_heads * (head_dim + SCALE_BYTES)
+        kv = torch.zeros(*blocks, num_bytes, dtype=torch.int8)
+        codes, scales = planes(kv, num_kv_heads, head_dim)
+        factors = (values.abs().amax(-1) / MAX_CODE).log2_().ceil_().exp2_()
+        codes.copy_(values / factors[..., None])
+        scales.copy_(factors.transpose(-1, -2))
+        return kv
+
+    def held(self, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
+        """Read what a pool holds, as pool() takes it."""
+        if not self.has_codes:
+            return kv.cpu().float().clone()
+        codes, scales = planes(kv, heads.num_kv_heads, heads.head_dim)
+        return codes * scales.transpose(-1, -2)[..., None]
+
     def sent(self, values: torch.Tensor) -> torch.Tensor:
         """Copy values of the host to the device, in the dtype."""
         return values.to(self.dtype, copy=True).to(self.device)
@@ -210,19 +243,22 @@ class Prover:
         shape = num_rows, num_heads + 2 * num_kv_heads, heads.head_dim
         x = self.noise(generator, *shape)
         ours, kv = self.sent(x), case.kv
-        before = kv.cpu().float().clone()
+        before = self.held(kv, heads)
         plan = backend.plan(case.batch, kv, tables)
         backend.place(ours, num_heads, None if rope is None else 0, kv, _LAYER, plan)
         turning, positions = num_heads + num_kv_heads, case.batch.positions.cpu()
         if rope is not None:
             cos, sin = (table.float()[positions] for table in self._angles(rope, "cpu"))
             x[:, :turning] = rotate(x[:, :turning], cos, sin)
-        found = self._differs("place", (ours, x))
+        found = self._differs("place", (ours[:, :num_heads], x[:, :num_heads]))
+        operation, kind = ("codes", torch.int8) if self.has_codes else ("place", self.dtype)
+        found = found or difference(operation, ours[:, num_heads:], x[:, num_heads:], kind)
         slots = case.batch.token_slots.cpu()
         blocks, offsets = slots // self.block_size, slots % self.block_size
         before[blocks, _LAYER, 0, offsets] = x[:, num_heads:turning]
         before[blocks, _LAYER, 1, offsets] = x[:, turning:]
-        return found or self._differs("place", (kv.flatten(0, 3), before.flatten(0, 3)))
+        held = self.held(kv, heads)
+        return found or difference(operation, held.flatten(0, 3), before.flatten(0, 3), kind)
 
     def _angles(
         self, rope: RopeConfig, device: torch.device | str
@@ -285,7 +321,7 @@ class _AttentionCase:
         self._how = config.attention_scale, heads.window, config.attention_softcap
         for table, length, (_, new) in zip(tables, lengths, sequences, strict=True):
             q = prover.noise(generator, new, heads.num_heads, heads.head_dim)
-            keys, values = (prover.noise(generator, length, *shape) for _ in range(2))
+            keys, values = (prover.kept_noise(generator, length, *shape) for _ in range(2))
             blocks = torch.tensor(table)[torch.arange(length) // size]
             offsets = torch.arange(length) % size
             pool[blocks, _LAYER, 0, offsets], pool[blocks, _LAYER, 1, offsets] = keys, values
@@ -294,7 +330,7 @@ class _AttentionCase:
             expected.append(judged_attention(q, keys, values, *self._how, self._sinks))
         self._expected = torch.cat(expected)
         self._qkv = prover.sent(torch.cat((torch.cat(queries), torch.cat(own)), 1))
-        self.kv = prover.sent(pool)
+        self.kv = prover.pool(pool)
         self.batch = self._batch(tables, lengths)
 
     def __str__(self) -> str:

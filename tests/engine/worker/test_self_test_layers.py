@@ -14,6 +14,7 @@ from engine.wire.messages import GpuSpec, PoolMade, WeightsSpec
 from engine.worker import self_test
 from engine.worker.device import Card
 from engine.worker.model import proving_layers, triton_delta, triton_linear
+from engine.worker.model.attention import planes
 from engine.worker.model.backend import COMPILED, choose_backend
 from engine.worker.model.compiled import CompiledBackend
 from engine.worker.model.cuda import CudaBackend
@@ -295,6 +296,39 @@ def test_compiled_kernels_that_are_wrong_leave_the_small_operations_to_torch(mod
     monkeypatch.setattr(TorchBackend, "norm", lambda *args: failing())
     faults = faults_of_cores(checkpoint, setup)
     assert list(faults) == ["self-test"], "what cannot be tried does not keep it from serving"
+
+
+def next_heads_scales(kv, config):
+    """An int8 pool in which each head has the scales of another."""
+    heads = config.heads[0]
+    moved = kv.clone()
+    scales = planes(moved, heads.num_kv_heads, heads.head_dim)[1]
+    scales.copy_(scales.roll(1, -2))
+    return moved
+
+
+@needs_kernels
+@pytest.mark.parametrize("operation", ["place", "attention"])
+def test_kernels_that_err_over_a_pool_of_codes_alone_are_found(models, operation, monkeypatch):
+    checkpoint = models["llama"]
+    setup = start_setup(checkpoint, kv_dtype="int8")
+    assert faults_of_cores(checkpoint, setup) == {}
+    name = "attend" if operation == "attention" else operation
+    real, kv_at = getattr(CompiledBackend, name), 3 if name == "place" else 2
+
+    def wrong(self, *args):
+        kv = args[kv_at]
+        if kv.dtype != torch.int8:
+            return real(self, *args)
+        if name == "attend":
+            moved = next_heads_scales(kv, checkpoint.config)
+            return real(self, *args[:kv_at], moved, *args[kv_at + 1 :])
+        real(self, *args)
+        return kv.copy_(next_heads_scales(kv, checkpoint.config))
+
+    monkeypatch.setattr(CompiledBackend, name, wrong)
+    assert f"{operation} is wrong" in faults_of_cores(checkpoint, setup)[COMPILED]
+    assert faults_of_cores(checkpoint, msgspec.structs.replace(setup, kv_dtype="auto")) == {}
 
 
 @needs_kernels
