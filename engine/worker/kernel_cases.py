@@ -51,7 +51,7 @@ SMALL_SEQUENCES: dict[str, Sequences] = {
 }
 NUM_LAYERS = 8
 MAX_SAMPLED_ROWS = 64
-"""Of so many tokens each is a sequence's that decodes; more are of a prompt."""
+"""Up to this number each token is of another sequence, which decodes; more are of one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
