@@ -2,7 +2,7 @@
 
 from appliance.cli.main import main
 from appliance.devices.inventory import Inventory, Node
-from appliance.fleet import boot
+from appliance.fleet import boot, placed_model
 from appliance.fleet.placement import available_cores, available_memory_bytes
 from tests.daemons import Daemon
 
@@ -22,5 +22,5 @@ class TwoNodes(Daemon):
 
 
 if __name__ == "__main__":
-    boot.this_inventory = inventory
+    boot.this_inventory = placed_model.this_inventory = inventory
     main()

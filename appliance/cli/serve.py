@@ -138,9 +138,9 @@ def _listen_address(listen: str | None, host: str | None, port: str | None) -> s
 
 def _check(settings: ServeConfig) -> None:
     from appliance.daemon import start as daemon
-    from appliance.fleet.boot import place
     from appliance.fleet.boot_check import check_files, check_plan, dram_forecast
     from appliance.fleet.model_files import is_to_be_fetched
+    from appliance.fleet.placed_model import place
     from appliance.fleet.ssd_cache import ssd_forecast
     from appliance.fleet.text_models import load_texts
 

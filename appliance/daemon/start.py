@@ -52,10 +52,11 @@ from appliance.daemon.survival.keeper_channel import (
 )
 from appliance.daemon.survival.kept_pools import KeptPools
 from appliance.daemon.survival.kept_replies import LeftReplies, LeftReply
-from appliance.fleet.boot import BootPlan, PlacedModel, lock_state_dir, make_plan, place
+from appliance.fleet.boot import BootPlan, lock_state_dir, make_plan
 from appliance.fleet.boot_check import check_others
 from appliance.fleet.core_claims import CoreNote
 from appliance.fleet.model_files import to_be_fetched
+from appliance.fleet.placed_model import PlacedModel, place
 from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.listeners import (
     KEPT,

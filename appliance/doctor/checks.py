@@ -306,9 +306,9 @@ def _whose(
 
 
 def _model(found: ServeConfig) -> Finding:
-    from appliance.fleet.boot import place  # half of a second
     from appliance.fleet.boot_check import check_plan, dram_forecast, proposals
     from appliance.fleet.model_files import model_folder, to_be_fetched
+    from appliance.fleet.placed_model import place  # half of a second
 
     if missing := to_be_fetched(found):
         hint = "penstock serve or penstock pull downloads it"

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from appliance.configuration.settings import ServeConfig
-from appliance.fleet.boot import PlacedModel, num_staging_blocks, place
+from appliance.fleet.boot import num_staging_blocks
 from appliance.fleet.gpu_placement import attention_for
 from appliance.fleet.model_files import is_to_be_fetched, model_folder
+from appliance.fleet.placed_model import PlacedModel, place
 from appliance.fleet.placement import (
     capacity_text,
     placement_lines,

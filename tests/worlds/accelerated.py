@@ -10,7 +10,7 @@ import sys
 from appliance.cli.main import main
 from appliance.devices.gpu_list import Gpu
 from appliance.devices.inventory import GpuLink, Inventory, read_nodes
-from appliance.fleet import boot, placer, spread, supervisor
+from appliance.fleet import boot, placed_model, placer, spread, supervisor
 from appliance.fleet.placement import available_cores, available_memory_bytes
 from engine.scheduler.routing import links
 from tests.daemons import Daemon
@@ -52,8 +52,9 @@ class AcceleratedDaemon(Daemon):
 
 
 if __name__ == "__main__":
-    boot.this_inventory = placer.this_inventory = inventory
-    boot.installed_torch = lambda: "2.11.0+cu130"
+    for file in (boot, placed_model, placer):
+        file.this_inventory = inventory
+    placed_model.installed_torch = lambda: "2.11.0+cu130"
     links.SLOW_RATIO = 0.0  # what shares this machine's cores says nothing of a link
     spread.GPU_STEP_TOKENS = 512  # of which each start runs some
     # as a worker imports torch: without looking for garbage

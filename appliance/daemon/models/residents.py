@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from appliance.configuration.settings import ServeConfig
-from appliance.fleet.boot import BootPlan, predict_place
+from appliance.fleet.boot import BootPlan
 from appliance.fleet.measuring import Measuring
+from appliance.fleet.placed_model import predict_place
 from appliance.fleet.placement import available_memory_bytes
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.weights_offload import WORKER_BYTES

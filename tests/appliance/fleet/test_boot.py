@@ -13,10 +13,9 @@ from appliance.fleet.boot import (
     make_cache_memory,
     make_plan,
     model_info,
-    place,
-    predict_place,
 )
 from appliance.fleet.boot_check import check_plan, dram_forecast
+from appliance.fleet.placed_model import place, predict_place
 from engine.checkpoint.weights_layout import packed_layout
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
 from engine.kernels.attention_backends import (
@@ -174,8 +173,8 @@ def test_without_a_model_the_starter_is_served_in_float32(plan_of, monkeypatch):
 def gpu(monkeypatch):
     found = Gpu("gpu0", "Test", "GPU-0", 16 << 30)
     machine = Inventory((found,), memory_bytes=8 << 30)
-    monkeypatch.setattr("appliance.fleet.boot.this_inventory", lambda: machine)
-    monkeypatch.setattr("appliance.fleet.boot.installed_torch", lambda: "2.11.0+cu130")
+    monkeypatch.setattr("appliance.fleet.placed_model.this_inventory", lambda: machine)
+    monkeypatch.setattr("appliance.fleet.placed_model.installed_torch", lambda: "2.11.0+cu130")
     return found
 
 
@@ -254,7 +253,7 @@ def test_workers_on_several_gpus_read_a_share_of_the_weights_each(
 ):
     gpus = tuple(replace(gpu, name=f"gpu{i}", uuid=f"GPU-{i}") for i in range(4))
     machine = Inventory(gpus, memory_bytes=8 << 30)
-    monkeypatch.setattr("appliance.fleet.boot.this_inventory", lambda: machine)
+    monkeypatch.setattr("appliance.fleet.placed_model.this_inventory", lambda: machine)
     plan = plan_of(model=tiny_llama)
     shares = [setup.weights for _, setup in plan.workers]
     assert [(each.share_index, each.share_count) for each in shares] == [(i, 4) for i in range(4)]

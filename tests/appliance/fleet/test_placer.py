@@ -12,7 +12,7 @@ from appliance.cli.devices import drawing
 from appliance.configuration.settings import ServeConfig
 from appliance.configuration.wanted_workers import parse_place
 from appliance.devices.inventory import Inventory, Node, read_nodes
-from appliance.fleet import boot
+from appliance.fleet import placed_model
 from appliance.fleet.boot_check import check_plan
 from appliance.fleet.placement import placement_lines
 from appliance.fleet.placer import ChosenPlacement, Placer
@@ -386,8 +386,8 @@ def test_the_check_of_a_configuration_says_where_everything_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = inventory_of("2xh100-nvlink")
-    monkeypatch.setattr(boot, "this_inventory", lambda: machine)
-    monkeypatch.setattr(boot, "installed_torch", lambda: TORCH)
+    monkeypatch.setattr(placed_model, "this_inventory", lambda: machine)
+    monkeypatch.setattr(placed_model, "installed_torch", lambda: TORCH)
     sentence, lines = check_plan(
         ServeConfig(socket=tmp_path, state_dir=tmp_path, model=models["8b"].folder)
     )
