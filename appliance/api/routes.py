@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from importlib.metadata import version
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +15,7 @@ from starlette.routing import Route
 from appliance.api.core.appliance import Appliance
 from appliance.api.core.body_threads import BodyThreads
 from appliance.api.core.model_choice import model_not_found
-from appliance.api.core.wire import appliance_of, json_response, peer_of
+from appliance.api.core.wire import RUNNING_VERSION, appliance_of, json_response, peer_of
 from appliance.api.early_refusals import EarlyRefusals
 from appliance.api.edge import ApiApplication
 from appliance.api.endpoints import ENDPOINTS
@@ -151,7 +150,7 @@ async def ready(http: Request) -> Response:
 
 async def show_version(http: Request) -> Response:
     """Return what is running, and its version of frames."""
-    return json_response({"version": version("penstock"), "frame_version": FRAME_VERSION})
+    return json_response({"version": RUNNING_VERSION, "frame_version": FRAME_VERSION})
 
 
 async def openapi(http: Request) -> Response:
@@ -165,5 +164,5 @@ async def openapi(http: Request) -> Response:
 @functools.lru_cache(maxsize=4)
 def _encoded(needs_key: bool, vocab_size: int | None) -> bytes:
     """Encode the document once: it takes 20 ms of the loop."""
-    told = document(version("penstock"), needs_key=needs_key, vocab_size=vocab_size)
+    told = document(RUNNING_VERSION, needs_key=needs_key, vocab_size=vocab_size)
     return bytes(json_response(told).body)

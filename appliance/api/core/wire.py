@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import NamedTuple, cast
 
 import msgspec
@@ -28,6 +29,8 @@ from engine.errors import Forbidden, RequestError
 
 UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}
 """The headers of a reply in parts: nginx and other proxies pass each part on as it comes."""
+RUNNING_VERSION = version("penstock")
+"""The version of the code that runs: an upgrade replaces the files first, then the daemon."""
 _MAX_IGNORED = 20
 MAX_SMALL_BYTES = 64 << 10
 _KEY = "arrival"

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib.metadata import version
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
@@ -19,6 +18,7 @@ from appliance.api.core.appliance import Appliance
 from appliance.api.core.model_choice import check_model
 from appliance.api.core.prompts import infill_of
 from appliance.api.core.wire import (
+    RUNNING_VERSION,
     appliance_of,
     json_response,
     require,
@@ -89,7 +89,7 @@ async def is_running(http: HttpRequest) -> Response:
 
 async def show_version(http: HttpRequest) -> Response:
     """Return the release of Ollama that this is compatible with, and our own version."""
-    return json_response({"version": COMPATIBLE_VERSION, "penstock": version("penstock")})
+    return json_response({"version": COMPATIBLE_VERSION, "penstock": RUNNING_VERSION})
 
 
 async def tags(http: HttpRequest) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from importlib import metadata
 
 import pytest
 from hypothesis import given
@@ -129,6 +130,17 @@ async def test_health_holds_while_readiness_waits(served, appliance):
     assert (await served.http.get("/health")).json() == {"status": "ok"}
     version = (await served.http.get("/version")).json()
     assert set(version) == {"version", "frame_version"}
+
+
+async def test_a_daemon_whose_files_an_upgrade_replaced_says_what_runs(served, monkeypatch):
+    async def told():
+        first, second = [await served.http.get(path) for path in ("/version", "/api/version")]
+        return first.json()["version"], second.json()["penstock"]
+
+    before = await told()
+    monkeypatch.setattr(metadata.Distribution, "version", "99.0")
+    assert metadata.version("penstock") == "99.0"
+    assert await told() == before
 
 
 # --------------------------------------------------------------------------------------------------
