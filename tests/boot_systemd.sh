@@ -4,30 +4,37 @@
 #
 # usage: boot_systemd.sh ROOT [READ_ONLY_FOLDER...]
 #
-# ROOT is an empty folder; the other folders appear in the machine at their own paths.
+# ROOT is an empty folder; the other folders appear in the machine at their own paths. With TREE in
+# the environment the root is that tree, which keeps what is written.
 set -e
 root=$1
 shift
-mount -t tmpfs -o mode=0755,size=512m,nr_inodes=64k tmpfs "$root"
-cd "$root"
-mkdir -p usr etc/systemd/system etc/penstock var/lib var/log/journal var/cache run proc sys dev \
-    opt root home old
-mkdir -m 1777 tmp var/tmp
-for name in bin sbin lib lib32 lib64 libx32; do
-    if [ -L "/$name" ]; then ln -s "usr/$name" "$name"; fi
-done
-mount --bind -o ro /usr usr
-mount -o remount,bind,ro usr
-for name in passwd group shadow gshadow nsswitch.conf ld.so.cache ld.so.conf os-release \
-    localtime pam.d dbus-1 ssl login.defs protocols services; do
-    if [ -e "/etc/$name" ]; then cp -aL "/etc/$name" etc/; fi
-done
+if [ -n "$TREE" ]; then
+    mount --bind "$TREE" "$root"
+    cd "$root"
+    mkdir old
+else
+    mount -t tmpfs -o mode=0755,size=512m,nr_inodes=64k tmpfs "$root"
+    cd "$root"
+    mkdir -p usr etc/systemd/system etc/penstock var/lib var/log/journal var/cache run proc sys dev \
+        opt root home old
+    mkdir -m 1777 tmp var/tmp
+    for name in bin sbin lib lib32 lib64 libx32; do
+        if [ -L "/$name" ]; then ln -s "usr/$name" "$name"; fi
+    done
+    mount --bind -o ro /usr usr
+    mount -o remount,bind,ro usr
+    for name in passwd group shadow gshadow nsswitch.conf ld.so.cache ld.so.conf os-release \
+        localtime pam.d dbus-1 ssl login.defs protocols services; do
+        if [ -e "/etc/$name" ]; then cp -aL "/etc/$name" etc/; fi
+    done
+fi
 echo machine > etc/hostname
 tr -d - < /proc/sys/kernel/random/uuid > etc/machine-id
 for unit in getty.target console-getty.service systemd-logind.service systemd-udevd.service \
     systemd-networkd.service systemd-timesyncd.service dev-hugepages.mount dev-mqueue.mount \
     sys-kernel-debug.mount sys-kernel-tracing.mount; do
-    ln -s /dev/null "etc/systemd/system/$unit"
+    ln -sfn /dev/null "etc/systemd/system/$unit"
 done
 for folder in "$@"; do
     mkdir -p ".$folder"

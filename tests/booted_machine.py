@@ -84,11 +84,12 @@ def build_wheel(folder: Path, version: str = "0.1.0") -> Path:
 class Machine:
     """Booted when made; gone, with all that ran on it, at close()."""
 
-    def __init__(self, folders: list[Path]) -> None:
+    def __init__(self, folders: list[Path], tree: Path | None = None) -> None:
         """Boot.
 
         Args:
             folders: of this machine that it is to have at the same places, read-only.
+            tree: a Debian that it boots, in place of our /usr; it keeps what is written.
         """
         self._started: list[subprocess.Popen[str]] = []
         parent = cgroup2_folder()
@@ -101,6 +102,7 @@ class Machine:
                 *("private", "bash", str(SCRIPT), str(self._root), *map(str, folders)),
             ],
             preexec_fn=lambda: (self._cgroup / "cgroup.procs").write_text(str(os.getpid())),
+            env=os.environ | {"TREE": "" if tree is None else str(tree)},
             stdin=subprocess.DEVNULL,
         )
         try:

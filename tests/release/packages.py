@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,8 +70,8 @@ class Builder:
             raise Unfit(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
         return done.stdout + done.stderr
 
-    def build(self, folder: Path) -> None:
-        """Make every package in FOLDER/dist."""
+    def build(self, folder: Path, machines: Iterable[str] = MACHINES) -> None:
+        """Make every package in FOLDER/dist, with wheels for these machines."""
         dist = folder / "dist"
         dist.mkdir(parents=True)
         source = folder / "commit"
@@ -81,7 +82,7 @@ class Builder:
         shutil.copy(source / "constraints.txt", dist)
         self.write_sbom(source, dist / SBOM)
         sdist = self.build_sdist(source, dist)
-        for machine in MACHINES:
+        for machine in machines:
             check_wheel(self.build_wheel(folder / machine, machine, sdist, dist), machine)
 
     def write_sbom(self, source: Path, path: Path) -> None:

@@ -1,0 +1,148 @@
+"""Tries a package on a booted machine of its suite: `python -m tests.deb.proof SUITE FOLDER`.
+
+The machine is FOLDER/SUITE/base with systemd booted in namespaces, so that units, users and socket
+are real. The package is installed and asked for a token, then upgraded while streams run one after
+another, removed and purged. Prints seconds and bytes; what is not as it has to be is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.booted_machine import Machine
+
+STREAM = (
+    "penstock",
+    "run",
+    "--raw",
+    "Once upon a time",
+    "--temperature",
+    "0",
+    "--max-tokens",
+    "1500",
+)
+NEWER = "0.99.0"
+CHANGING = re.compile(
+    r"(proc|sys|dev|run|tmp|old|var/(tmp|log|cache)|var/lib/(dpkg|systemd))(/|$)"
+    r"|etc/(passwd|group|shadow|gshadow)-$"
+)
+"""What a machine or dpkg itself changes while it runs; the backups are those of userdel."""
+
+
+def newer_package(deb: Path, folder: Path) -> Path:
+    """Make the next version of a package, of other metadata alone."""
+    tree = folder / "newer"
+    shutil.rmtree(tree, ignore_errors=True)
+    subprocess.run(["dpkg-deb", "-R", str(deb), str(tree)], check=True)
+    (facts,) = tree.glob(
+        "usr/lib/penstock/lib/python3*/site-packages/penstock-*.dist-info/METADATA"
+    )
+    for path in (facts, tree / "DEBIAN/control"):
+        path.write_text(re.sub(r"(?m)^Version: [\d.]+", f"Version: {NEWER}", path.read_text()))
+    made = folder / "newer.deb"
+    subprocess.run(["dpkg-deb", "-Zzstd", "-z1", "-b", str(tree), str(made)], check=True)
+    shutil.rmtree(tree)
+    return made
+
+
+def listing(machine: Machine) -> dict[str, object]:
+    """List what lies on the machine: the mode of each path, and the bytes of those in /etc."""
+    found: dict[str, object] = {}
+    top = machine.path("/")
+    for folder, names, files in os.walk(top):
+        inside = Path(folder).relative_to(top)
+        names[:] = [each for each in names if not CHANGING.match(str(inside / each))]
+        for name in (*names, *files):
+            path, at = top / inside / name, str(inside / name)
+            if not CHANGING.match(at):
+                is_read = at.startswith("etc/") and path.is_file() and not path.is_symlink()
+                found[at] = (path.lstat().st_mode, path.read_bytes() if is_read else b"")
+    return found
+
+
+def installed_bytes(machine: Machine) -> int:
+    """Count the bytes that the package's files take on the disk."""
+    total = machine.run("du", "-scB1", "/usr/lib/penstock").stdout
+    return int(total.split()[0])
+
+
+def first_token_s(machine: Machine, since_s: float) -> float:
+    """Ask for a reply; return the seconds until its first byte."""
+    process = machine.start("penstock", "run", "Who are you?")
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    took_s = time.monotonic() - since_s
+    process.communicate()
+    return took_s
+
+
+def upgrade_under_load(machine: Machine, deb: Path) -> str:
+    """Install a newer version while streams run; each must have the undisturbed one's bytes."""
+    whole = machine.run(*STREAM)
+    old_pid, start_s = machine.property("MainPID"), time.monotonic()
+    upgrade = machine.start("dpkg", "-i", str(deb))
+    num_streams = 0
+    while upgrade.poll() is None:
+        stream = machine.run(*STREAM, timeout_s=300)
+        assert (stream.stdout, stream.stderr) == (whole.stdout, whole.stderr)
+        num_streams += 1
+    took_s, said = time.monotonic() - start_s, upgrade.communicate()
+    assert upgrade.returncode == 0, said
+    assert machine.property("MainPID") != old_pid
+    told = json.loads(machine.run("penstock", "version", "-o", "json").stdout)["data"]
+    assert (told["version"], told["daemon_version"]) == (NEWER, NEWER)
+    rows = json.loads(machine.run("penstock", "log", "-n", "99", "-o", "json").stdout)["data"]
+    num_carried = sum(row["recoveries"] > 0 for row in rows)
+    assert num_carried, "no stream ran during the restart"
+    return f"{took_s:.1f} s, {num_streams} equal streams, {num_carried} through two daemons"
+
+
+def main() -> None:
+    """Install, upgrade, remove and purge."""
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    folder = Path(sys.argv[2]).absolute() / sys.argv[1]
+    dist = folder / "dist"
+    (deb,) = dist.glob("penstock_*.deb")
+    tree, newer = folder / "proof", newer_package(deb, dist)
+    shutil.rmtree(tree, ignore_errors=True)
+    subprocess.run(["cp", "-a", str(folder / "base"), str(tree)], check=True)
+    machine = Machine([dist], tree)
+    try:
+        try_package(machine, deb, newer)
+    finally:
+        machine.close()
+        shutil.rmtree(tree)
+        newer.unlink()
+
+
+def try_package(machine: Machine, deb: Path, newer: Path) -> None:
+    """Do all steps on a machine that has nothing of ours."""
+    before, start_s = listing(machine), time.monotonic()
+    machine.run("dpkg", "-i", str(deb), timeout_s=600)
+    unpacked_s, token_s = time.monotonic() - start_s, first_token_s(machine, start_s)
+    print(f"{deb.name}: {deb.stat().st_size:,} bytes, installed {installed_bytes(machine):,}")
+    print(f"install: {unpacked_s:.1f} s, first token after {token_s:.1f} s", flush=True)
+    print(machine.run("systemctl", "--no-pager", "--version").stdout.splitlines()[0])
+    print(f"upgrade: {upgrade_under_load(machine, newer)}", flush=True)
+    machine.run("dpkg", "-r", "penstock", timeout_s=600)
+    assert machine.property("ActiveState") == "inactive"
+    assert not Path(machine.socket).exists()
+    assert machine.path("/var/lib/penstock/requests.db").exists()
+    assert machine.path("/etc/penstock/penstock.toml").exists()
+    machine.run("dpkg", "-P", "penstock", timeout_s=600)
+    after = listing(machine)
+    changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+    assert not changed, changed
+    print(f"remove, purge: nothing is left, of {len(before):,} paths none changed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What the Debian package is made of fits the program; `python -m tests.deb` makes and tries it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from appliance.cli.install_service import PLACES
+from appliance.cli.main import VERBS
+from appliance.configuration.settings import SETTINGS
+from tests.deb.__main__ import HERE, ROOT, requirements, write_debian
+
+DEBIAN = HERE / "debian"
+SCRIPTS = [HERE / "make.sh", DEBIAN / "penstock.postinst", DEBIAN / "penstock.postrm"]
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_shell_accepts_each_script(script: Path) -> None:
+    assert subprocess.run(["sh", "-n", str(script)], check=False).returncode == 0
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    assert subprocess.run(["shellcheck", str(script)], check=False).returncode == 0
+
+
+def test_debhelper_gets_every_file_of_systemd_with_our_command(tmp_path: Path) -> None:
+    write_debian(tmp_path / "debian", "trixie")
+    written = {path.name: path.read_text() for path in (tmp_path / "debian").iterdir()}
+    made = written.keys() - {path.name for path in DEBIAN.iterdir()}
+    assert made == {
+        *("changelog", "penstock.service", "penstock.socket", "penstock.penstock-gpu.service"),
+        *("penstock.sysusers", "penstock.tmpfiles"),
+    }
+    assert len(made) == 1 + len(PLACES)
+    assert "ExecStart=/usr/bin/penstock serve\n" in written["penstock.service"]
+    assert not [name for name in (*made, "control") if re.search(r"@[A-Z]+@", written[name])]
+    assert re.match(r"penstock \([\d.]+-1~deb13\) trixie; ", written["changelog"])
+
+
+def test_a_purge_removes_each_user_and_group_that_an_install_makes() -> None:
+    lines = (ROOT / "systemd/penstock.sysusers.conf").read_text().splitlines()
+    made = {line.split()[1] for line in lines if line.startswith(("u ", "g "))}
+    (loop,) = re.findall(r"for group in (.*); do", (DEBIAN / "penstock.postrm").read_text())
+    assert set(loop.split()) == made
+
+
+def test_the_settings_that_it_shows_are_there_and_all_are_comments() -> None:
+    text = (DEBIAN / "penstock.toml").read_text()
+    assert tomllib.loads(text) == {}
+    shown = tomllib.loads(re.sub(r"(?m)^#(?=\w)", "", text))
+    assert len(shown) > 2
+    assert shown.keys() <= SETTINGS.keys()
+
+
+def test_every_verb_gets_a_manual_page() -> None:
+    command = [sys.executable, str(DEBIAN / "verbs.py")]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    pages = dict(line.split("\t") for line in listed.splitlines())
+    assert {f"penstock {verb}" for verb in VERBS} - pages.keys() == {"penstock dial-stdio"}
+    assert {"penstock", "penstock models show"} <= pages.keys()
+    assert all(pages.values())
+
+
+def test_a_torch_for_cpus_takes_the_place_of_cuda(tmp_path: Path) -> None:
+    assert requirements(CONSTRAINTS, tmp_path) == CONSTRAINTS
+    (tmp_path / "torch-2.13.0+cpu-cp313-cp313-linux_x86_64.whl").write_bytes(b"a wheel")
+    lines = requirements(CONSTRAINTS, tmp_path).splitlines()
+    names = {line.split("==")[0] for line in lines if re.match(r"[a-z]", line)}
+    assert not {name for name in names if name.startswith(("cuda-", "triton", "nvidia-c"))}
+    assert {"torch", "numpy", "nvidia-ml-py"} <= names
+    (torch,) = (line for line in lines if line.startswith("torch"))
+    assert re.fullmatch(r"torch==2\.13\.0\+cpu --hash=sha256:[0-9a-f]{64}", torch)
+
+
+def test_each_override_of_lintian_has_a_reason() -> None:
+    lines = (DEBIAN / "penstock.lintian-overrides").read_text().splitlines()
+    for above, line in zip(["", *lines], lines, strict=False):
+        assert line.startswith("#") or above.startswith("#"), line
