@@ -7,14 +7,13 @@ import dataclasses
 import time
 
 from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
 
 from appliance.api.core.ask import Ask
 from appliance.api.core.endpoint import Asked
 from appliance.api.core.enter import Entry
 from appliance.api.core.prepare import Prepared
 from appliance.api.core.respond import Reply, ReplyForm
-from appliance.api.core.wire import KeptWords, appliance_of, arrival_of, client_request_id
+from appliance.api.core.wire import KeptWords, arrival_of, client_request_id
 from appliance.daemon.requests.request import Request
 from appliance.daemon.survival.journaled_inbox import JournaledInbox
 from engine.errors import Unavailable
@@ -34,7 +33,7 @@ def admit(entry: Entry, asked: Asked, prepared: Prepared) -> Reply:
         ignored = (*asked.ask.ignored, *prepared.ignored)
         asked = asked._replace(ask=dataclasses.replace(asked.ask, ignored=ignored))
     ask, journal, endpoint = asked.ask, entry.journal, entry.endpoint
-    request = _request(entry.http, ask, prepared)
+    request = _request(entry, ask, prepared)
     if journal is not None and journal.is_given_up:
         raise ClientDisconnect
     form = endpoint.form(asked, request, entry.http, entry.replayed)
@@ -52,11 +51,11 @@ def admit(entry: Entry, asked: Asked, prepared: Prepared) -> Reply:
     return reply
 
 
-def _request(http: HttpRequest, ask: Ask, prepared: Prepared) -> Request:
+def _request(entry: Entry, ask: Ask, prepared: Prepared) -> Request:
     """Make the request with its sequences, as the queue takes it."""
-    appliance, arrival = appliance_of(http), arrival_of(http)
-    # A wait for a swap came before, and is of the queue: the two stages change places.
-    tokenized_ns = time.monotonic_ns() - arrival.swap_wait_ns
+    http, appliance, arrival = entry.http, entry.appliance, arrival_of(entry.http)
+    # What came before it entered is of the queue: the two stages change places.
+    tokenized_ns = time.monotonic_ns() - (entry.entered_ns - arrival.arrived_ns)
     sequences = []
     for index, spec in enumerate(prepared.specs):
         place, choice = divmod(index, ask.num_choices)

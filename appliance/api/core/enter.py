@@ -39,6 +39,8 @@ class Entry:
     journal: Journal | None
     """Outlives the daemon; None: the reply ends with it."""
     replayed: Replayed
+    entered_ns: int
+    """CLOCK_MONOTONIC. What came before, a swap or a dead daemon's time, is of the queue."""
     _turn: Turn
 
     @property
@@ -88,7 +90,8 @@ async def enter_model(http: HttpRequest, endpoint: Endpoint) -> AsyncIterator[En
             if journal is not None and journal.is_replay:
                 journal.take_up(appliance_of(http).model.model_id)
             with threads_for(http, body).turn(http, check) as turn:
-                yield Entry(http, endpoint, body, journal, replayed, turn)
+                now_ns = time.monotonic_ns()
+                yield Entry(http, endpoint, body, journal, replayed, now_ns, turn)
         except RequestError as error:
             raise endpoint.refusal(error) from error
 
@@ -124,6 +127,7 @@ async def _hold(
 ) -> AbstractContextManager[None]:
     """Wait for the model that a request names, of several, and hold it."""
     arrival, body = arrival_of(http), await _body(http, replayed)
+    begun_ns = time.monotonic_ns()  # since its arrival another daemon may have died
     if not is_utf8(body):
         body = await asyncio.to_thread(as_utf8, body)
     if journal is not None and journal.head is not None:
@@ -154,7 +158,7 @@ async def _hold(
         gone.cancel()
     if not is_in:
         raise ClientDisconnect
-    arrival.swap_wait_ns = time.monotonic_ns() - arrival.arrived_ns
+    arrival.swap_wait_ns = time.monotonic_ns() - begun_ns
     return swaps
 
 

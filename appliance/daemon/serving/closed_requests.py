@@ -6,10 +6,13 @@ frame.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from appliance.daemon.requests.request import Request
 from appliance.daemon.requests.row import LogRow, RowEnergy
+from appliance.observe.frame.logged_requests import ended_frame
 from appliance.observe.frame.protocol import RequestFrame
 from appliance.observe.log.writer import RequestLog
 
@@ -23,6 +26,11 @@ class ClosedRequests:
         self._log = request_log
         self._frames: dict[str, dict[str, object]] = {}
         """By id, oldest first."""
+
+    def go_on_from(self, rows: Sequence[dict[str, object]]) -> None:
+        """Take over requests that an earlier daemon has recorded, given newest first."""
+        for frame in map(ended_frame, reversed(rows)):
+            self._frames[frame.id] = msgspec.to_builtins(frame)
 
     def add(self, frame: RequestFrame, row: LogRow) -> None:
         self._frames[frame.id] = msgspec.to_builtins(frame)

@@ -29,7 +29,7 @@ from appliance.daemon.requests.request import (
 from appliance.daemon.requests.row import LogRow
 from appliance.daemon.requests.text_encoder import TextEncoder
 from appliance.daemon.requests.text_request import TextRequest
-from appliance.daemon.serving.closed_requests import ClosedRequests
+from appliance.daemon.serving.closed_requests import MAX_FRAMES, ClosedRequests
 from appliance.daemon.serving.open_texts import OpenTexts
 from appliance.daemon.serving.text_computing import TextComputing
 from appliance.daemon.survival.keeper_channel import keeper_problem
@@ -46,8 +46,15 @@ from appliance.json.lines import encode_line
 from appliance.observe.frame.figures import things
 from appliance.observe.frame.late_frames import SurvivedFrame
 from appliance.observe.frame.logged_requests import ended_frame
-from appliance.observe.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
-from appliance.observe.log.query import UsageQuery
+from appliance.observe.frame.protocol import (
+    EventFrame,
+    Frame,
+    RequestFrame,
+    TotalsFrame,
+    iso_time,
+    utc_now,
+)
+from appliance.observe.log.query import RowQuery, UsageQuery
 from appliance.observe.log.writer import RequestLog
 from appliance.observe.telemetry.deadlines import Availability, Deadlines
 from appliance.observe.telemetry.disturbances import Disturbances
@@ -67,6 +74,8 @@ log = logging.getLogger("penstock")
 
 DRAIN_CHECK_S = 0.2
 READER_EVENT_INTERVAL_S = 60.0
+SHOWN_AGAIN_S = 300.0
+"""Maximum age at a start of an earlier daemon's requests to list: what a timeline spans."""
 REFUSALS_S = 10.0
 """Between two counts of one caller's refusals in the log."""
 TOKEN_BYTES = 8  # of a body: more than most have, lest one is taken for longer than it is
@@ -126,6 +135,8 @@ class Service:
         today = UsageQuery(by="day", since=utc_now()[:10])
         with contextlib.suppress(Unavailable):  # they are then counted from now on
             self._telemetry.today.go_on_from(request_log.usage(today))
+            since = iso_time(time.time() - SHOWN_AGAIN_S)
+            self._closed.go_on_from(request_log.rows(RowQuery(limit=MAX_FRAMES, since=since)))
         self._frames.make(self._standing())
 
     @property

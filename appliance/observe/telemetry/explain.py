@@ -73,8 +73,10 @@ def _waits(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float) -> Itera
     if swap_wait_ms:
         text = f"swap: {duration(swap_wait_ms)} for its model"
         yield _Cause(swap_wait_ms, text, None)
+    is_early = frame.recoveries and frame.paused_ms is None
+    over = " over the death of a worker or the daemon" if is_early else ""
     for stage, phase, usual_ms, text in (
-        ("queue", "queued", usual.queue_ms, "queue: {}"),
+        ("queue", "queued", usual.queue_ms, f"queue: {{}}{over}"),
         ("restore", "", None, "restore: {} for cached KV"),
         ("handoff", "handing_off", usual.handoff_ms, "handoff: {}"),
         ("paused", "", None, f"paused: {{}} {_pause_cause(frame)}"),

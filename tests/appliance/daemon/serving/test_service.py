@@ -325,3 +325,19 @@ def test_what_was_measured_is_in_frames_and_a_request_ends_it(machine):
     assert machine.frame["trials"] == [*before, "timed 3 steps"]
     machine.submit()
     assert measuring.calls == ["serves", "stop"]
+
+
+def test_what_came_lately_is_listed_again_after_a_restart(tiny_llama, tmp_path):
+    for machine in make_machine(tiny_llama, tmp_path):
+        for received_at in ("2026-01-01T00:00:00.000Z", utc_now(), utc_now()):
+            request = machine.request()
+            request.received_at = received_at
+            machine.service.submit(request)
+            machine.service.close(request, 200)
+        told = machine.service.request_frames()
+    assert len(told) == 3
+    for machine in make_machine(tiny_llama, tmp_path):
+        listed = machine.service.request_frames()
+    stages = ("id", "phase", "received_at", "workers", "queue_ms", "prefill_ms", "decode_ms")
+    facts = [[[one[name] for name in stages] for one in each] for each in (listed, told[:2])]
+    assert facts[0] == facts[1]

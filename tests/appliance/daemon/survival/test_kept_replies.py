@@ -13,6 +13,7 @@ import re
 import resource
 import socket
 import struct
+import time
 
 import pytest
 
@@ -199,6 +200,23 @@ async def test_what_was_drawn_for_a_request_is_the_next_servers_too(keeper, serv
         second.take_up(left)
     await asyncio.wait_for(reader.read(), 60)
     assert drawn(later.submitted[0]) == drawn(appliance.submitted[0])
+    await closed(later)
+
+
+async def test_the_time_of_the_dead_server_is_no_time_of_tokenizing(keeper, servers):
+    server, appliance = await servers.start()
+    appliance.gate.clear()
+    reader, _ = await servers.ask(server, *ASKED["completion"])
+    await until(lambda: appliance.submitted and keeper.kept)
+    await servers.kill(server)
+    await asyncio.sleep(0.5)
+    began_ns = time.monotonic_ns()
+    second, later = await servers.start()
+    for left in keeper.pass_on().hand_over():
+        second.take_up(left)
+    await asyncio.wait_for(reader.read(), 60)
+    stamps = later.submitted[0].sequences[0].stamps
+    assert stamps.tokenized_ns - stamps.arrived_ns < time.monotonic_ns() - began_ns
     await closed(later)
 
 

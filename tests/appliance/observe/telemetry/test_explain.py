@@ -144,3 +144,9 @@ LIMITS = (
 
 def test_the_limit_is_the_first_thing_to_be_cured():
     golden.check(golden.SENTENCES / "limits.txt", "".join(f"{limit(*each)}\n" for each in LIMITS))
+
+
+def test_a_wait_over_a_death_is_told_from_a_wait_for_a_turn():
+    waited = slow_because(finished(queue_ms=1500.0, recoveries=1), USUAL)
+    paused = slow_because(finished(queue_ms=1500.0, recoveries=1, paused_ms=5.0), USUAL)
+    assert waited != paused == slow_because(finished(queue_ms=1500.0), USUAL)
