@@ -39,14 +39,15 @@ _HAPPENED = (
 )
 """The first request or event; a recording has only requests that were live in its span."""
 _REQUESTS = (
-    "SELECT * FROM requests WHERE run_id = ? AND received_at >= ? AND received_at <= ?"
+    "SELECT * FROM requests WHERE run_id IN (?, ?, ?) AND received_at >= ? AND received_at <= ?"
     " ORDER BY received_at"
 )
+"""Live requests of a run, whose rows may be those of the next two: two daemons may die in one."""
 _LATEST = (
     "SELECT * FROM requests WHERE run_id = ? AND received_at <= ?"
     " ORDER BY received_at DESC LIMIT 1000"
 )
-_REQUEST = "SELECT * FROM requests WHERE run_id = ? AND rid = ?"
+_REQUEST = "SELECT * FROM requests WHERE run_id IN (?, ?, ?, ?) AND rid = ?"
 _EVENTS = (
     "SELECT at, severity, code, message FROM events WHERE run_id = ? AND at <= ?"
     f" ORDER BY at DESC LIMIT {MAX_FRAME_EVENTS}"
@@ -77,6 +78,7 @@ class Replay:
             self._moments_ms.append(_ms(at))
             self._run_ids.append(run_id)
             self._seqs.append(seq)
+        self._runs = sorted(set(self._run_ids))
         first_ms, last_ms = self._moments_ms[0], self._moments_ms[-1]
         marks_ms = (_ms(at) for (at,) in self._db.execute(_MARKS))
         self._marks_ms = [at_ms for at_ms in marks_ms if first_ms <= at_ms <= last_ms]
@@ -126,7 +128,7 @@ class Replay:
                 view, frame = view.after(found), found
         why = "this frame of the recording is damaged" if index in self._damaged else ""
         if frame is not None:
-            frame = self._whole(frame, self._run_ids[index])
+            frame = self._whole(frame, index)
         return replace(view, frame=frame, link=DaemonLink(REPLAY, why))
 
     def finished_at(self, index: int) -> tuple[RequestFrame, ...]:
@@ -137,7 +139,8 @@ class Replay:
         """
         now_ms = self._moments_ms[index]
         with self._damage_named():
-            rows = self._db.execute(_LATEST, (self._run_ids[index], iso(now_ms)))
+            runs = dict.fromkeys(self._runs_near(index, -1, 0))
+            rows = [row for run in runs for row in self._db.execute(_LATEST, (run, iso(now_ms)))]
             past = [(end_ms, row) for row in rows if (end_ms := _end_ms(row)) <= now_ms]
             past.sort(key=lambda item: -item[0])
             return tuple(ended(row) for _, row in past[:MAX_FRAME_REQUESTS])
@@ -150,7 +153,8 @@ class Replay:
         """
         now_ms = self._moments_ms[index]
         with self._damage_named():
-            row = self._db.execute(_REQUEST, (self._run_ids[index], request_id)).fetchone()
+            runs = self._runs_near(index, -1, 2)
+            row = self._db.execute(_REQUEST, (*runs, request_id)).fetchone()
             frame = self._gauges(index)
             if row is None or frame is None or (age_ms := now_ms - _ms(row["received_at"])) < 0:
                 return None
@@ -208,21 +212,28 @@ class Replay:
             self._packers[template_id] = FramePacker(row["frame"])
         return self._packers[template_id]
 
-    def _whole(self, frame: Frame, run_id: int) -> Frame:
+    def _runs_near(self, index: int, first: int, last: int) -> list[int]:
+        """Return the runs around a frame's, by their places from it; its neighbours at the ends."""
+        place = self._runs.index(self._run_ids[index])
+        places = (place + each for each in range(first, last + 1))
+        return [self._runs[max(0, min(each, len(self._runs) - 1))] for each in places]
+
+    def _whole(self, frame: Frame, index: int) -> Frame:
         """Add the requests and events of its time to a frame, as far as rows have them."""
         with self._damage_named():
-            requests: list[RequestFrame] = list(self._requests(frame, run_id))
-            rows = self._db.execute(_EVENTS, (run_id, frame.at)).fetchall()
+            requests: list[RequestFrame] = list(self._requests(frame, index))
+            rows = self._db.execute(_EVENTS, (self._run_ids[index], frame.at)).fetchall()
             events = [EventFrame(*map(str, row)) for row in reversed(rows)]
         whole = copy(frame)
         whole.requests, whole.events = requests, events
         return whole
 
-    def _requests(self, frame: Frame, run_id: int) -> Iterator[PastRequest]:
+    def _requests(self, frame: Frame, index: int) -> Iterator[PastRequest]:
         now_ms = _ms(frame.at)
         begin = iso(max(0, int(now_ms - self._longest_ms)))
         num_shown = 0
-        for row in self._db.execute(_REQUESTS, (run_id, begin, frame.at)):
+        runs = self._runs_near(index, 0, 2)
+        for row in self._db.execute(_REQUESTS, (*runs, begin, frame.at)):
             age_ms = float(now_ms - _ms(row["received_at"]))
             if age_ms < (row["t_finished_us"] or 0) / 1000 and num_shown < MAX_FRAME_REQUESTS:
                 num_shown += 1

@@ -11,7 +11,16 @@ import pytest
 from appliance.daemon.requests.row import LogRow
 from appliance.observe.frame.protocol import MAX_FRAME_REQUESTS
 from appliance.observe.frame.recording import RecordingError
-from tests.recordings import assert_same, at, frame_at, make_recording, request_row
+from appliance.observe.log.query import Span
+from appliance.observe.log.recording_copy import write_recording
+from tests.recordings import (
+    assert_same,
+    at,
+    frame_at,
+    make_recording,
+    request_row,
+    write_log,
+)
 from tests.tui import frames
 from tui import replay
 from tui.history import HISTORY_FRAMES
@@ -121,6 +130,26 @@ def test_the_history_goes_on_over_a_restart(tmp_path: Path) -> None:
     replay = Replay(make_recording(tmp_path, seen + again))
     queued = replay.view_at(12).history.queued
     assert (len(queued), queued.count(None)) == (23, 10)
+    replay.close()
+
+
+def test_requests_of_the_run_before_are_listed_and_one_that_outlived_it_is_in_both(
+    tmp_path: Path,
+) -> None:
+    runs = (
+        ([frame_at(second) for second in range(10)], [request_row("cmpl-0", -3)]),
+        ([frame_at(second, pid=7) for second in range(12, 20)], [request_row("cmpl-5", 5)]),
+    )
+    for seen, rows in runs:
+        assert (log := write_log(tmp_path / "requests.db", seen, rows)).close()
+    path = tmp_path / "incident.penstock"
+    path.touch()
+    write_recording(log.path, path, Span())
+    replay = Replay(path)
+    for second, place in ((9, 9), (14, 12)):
+        assert [one.id for one in view_at(replay, second).frame.requests] == ["cmpl-5"]
+        assert [one.id for one in replay.finished_at(place)] == ["cmpl-0"]
+        assert replay.request_at("cmpl-5", place).phase == "decoding"
     replay.close()
 
 
