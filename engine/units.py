@@ -20,6 +20,8 @@ def size_text(num_bytes: float) -> str:
 
 
 def part_text(num_bytes: float, total_bytes: float, between: str = " of ") -> str:
-    """Format a part of a total in the total's unit: `9.0 of 23.0 GiB`."""
+    """Format a part of a total in the total's unit: `9.0 of 23.0 GiB`, `270 of 270 MiB`."""
     number, unit = size_text(total_bytes).split()
-    return f"{num_bytes / 1024 ** SIZE_UNITS.index(unit):.1f}{between}{number} {unit}"
+    part = num_bytes / 1024 ** SIZE_UNITS.index(unit)
+    digits = 1 if abs(part) < 99.95 else 0
+    return f"{part:.{digits}f}{between}{number} {unit}"

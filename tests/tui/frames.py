@@ -60,6 +60,7 @@ def request(number: int = 1, phase: str = "decoding", **changes: Any) -> Request
         num_blocks=0 if rank == 0 else 5 + number,
         worker=None if phase == "paused" else (None, "prefill", "prefill", "decode", None)[rank],
         transport="alias" if rank >= 3 else None,
+        client=("python 9495", "rag 31870", "curl 4242", "10.0.0.7:51824")[number % 4],
         received_at="2026-11-21T14:02:05.250Z",
         age_ms=400.0 + 350 * number,
         tokenize_ms=1.5,

@@ -555,6 +555,14 @@ def test_the_detail_names_the_error():
     assert "worker gone?[2J" in text(lines)
 
 
+def test_a_fact_without_room_beside_another_is_not_cut():
+    model = "an-owner/" + "long-name-" * 5
+    lines = request_page.detail(frames.request(14, model=model), 60)
+    assert all(width_of(line) <= 60 for line in lines)
+    assert model in text(lines).replace("\n", "")
+    assert "blocks 19" in text(lines)
+
+
 def test_the_kv_page_counts_recurrent_states_and_what_each_takes():
     frame = frames.kv_critical()
     for pool in frame.pools:

@@ -12,7 +12,7 @@ from appliance.observe.frame import figures as fig
 from appliance.observe.frame import request_facts
 from appliance.observe.frame.protocol import RequestFrame
 from appliance.observe.frame.tier_frames import fields
-from tui.lines import Line, Run, Tone, clean, clip, fold, pad, pairs, wrap
+from tui.lines import Line, Run, Tone, clean, clip, fold, pad, pairs, width_of, wrap
 from tui.panels.requests import phase_text
 
 _LABEL_WIDTH = 13
@@ -29,7 +29,12 @@ def detail(request: RequestFrame, width: int) -> list[Line]:
         "stream": "yes" if request.stream else "no",
     }
     lines: list[Line] = [[Run(clip(request.id, width), Tone.STRONG)]]
-    lines += [pairs(width, *((label, told.pop(label)) for label in row)) for row in _PAIRS]
+    for row in _PAIRS:
+        facts = [(label, told.pop(label)) for label in row]
+        side_by_side = pairs(width, *facts)
+        has_room = width_of(side_by_side) <= width
+        rows = [side_by_side] if has_room else [pairs(width, fact) for fact in facts]
+        lines += [each for row in rows for each in fold(row, width, 0)]
     error = told.pop("error", "")
     for label, text in told.items():
         tone = _FACT_TONES.get(label, Tone.PLAIN)

@@ -32,6 +32,8 @@ FRAMED: dict[str, tuple[_Title, _Paint]] = {
     "events": (lambda view, width, height: "EVENTS", events.events),
 }
 _MAX_POOLS = 4
+_MANY_EVENTS = 4
+"""Events from which on a high screen has more room for them."""
 _MAX_WORKERS = 4
 """Maximum workers of one phase that make its lane higher."""
 
@@ -77,7 +79,9 @@ class Overview(Container):
             panel = self.query_one(f"#{name}", Panel)
             entitle(panel, title(view, *panel.size))
             panel.repaint()
-        self.set_class(not events.events(view, 1, 1), "-no-events")
+        num_events = len(events.events(view, 1, _MANY_EVENTS))
+        self.set_class(not num_events, "-no-events")
+        self.set_class(num_events < _MANY_EVENTS, "-few-events")
         self.query_one(RequestBox).show(view)
 
 

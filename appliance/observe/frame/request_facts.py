@@ -162,7 +162,7 @@ def _moved(request: Mapping[str, Any]) -> str:
     """Say how much KV was copied: `1.2 MiB by peer`."""
     transport = request.get("transport")
     if transport == _ALIAS:
-        return "nothing: both workers share the KV"
+        return "nothing: KV is shared"
     return f"{size(request.get('handoff_bytes'))} by {transport}" if transport else ABSENT
 
 

@@ -88,6 +88,7 @@ def test_sizes_have_a_binary_unit(value_bytes, text):
 
 def test_a_part_is_in_the_unit_of_its_whole():
     assert fig.part(512 << 20, 23 << 30) == "0.5/23.0 GiB"
+    assert fig.part(270 << 20, 270 << 20) == "270/270 MiB"
     assert fig.part(None, 23 << 30) == "-"
     assert fig.part(1 << 30, None) == "1.0 GiB"
 
