@@ -141,7 +141,8 @@ def test_requests_of_the_run_before_are_listed_and_one_that_outlived_it_is_in_bo
         ([frame_at(second, pid=7) for second in range(12, 20)], [request_row("cmpl-5", 5)]),
     )
     for seen, rows in runs:
-        assert (log := write_log(tmp_path / "requests.db", seen, rows)).close()
+        log = write_log(tmp_path / "requests.db", seen, rows)
+        assert log.close()
     path = tmp_path / "incident.penstock"
     path.touch()
     write_recording(log.path, path, Span())
