@@ -75,6 +75,12 @@ def test_a_live_request_lasts_until_now(changes, kinds):
     assert (found[0].begin_ms, found[-1].end_ms) == (-request.age_ms, 0.0)
 
 
+def test_a_request_that_is_handed_over_has_no_output_yet():
+    request = frames.request(30, "handing_off", workers="prefill,decode")
+    kinds = [each.kind for each in timeline.stretches(request, frames.idle())]
+    assert kinds == ["waiting", "prompt"]
+
+
 def test_a_worker_that_is_gone_keeps_its_lane_and_an_unknown_one_has_none():
     assert bar(lanes(ended(workers="old,decode"))["OLD"][0]) == (64, 84)
     unknown = lanes(ended(workers=None, worker=None, route=None))

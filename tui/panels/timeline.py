@@ -102,7 +102,8 @@ def stretches(request: RequestFrame, frame: Frame) -> list[Stretch]:
         if request.prefill_ms is not None:
             moved_ms = (request.handoff_ms or 0.0) + (request.decode_wait_ms or 0.0)
             bounds[2] = bounds[1] + request.prefill_ms
-            bounds[3] = min(end_ms, bounds[2] + moved_ms)
+            is_moving = request.phase == "handing_off"
+            bounds[3] = end_ms if is_moving else min(end_ms, bounds[2] + moved_ms)
     first, last = _workers(request, frame)
     parts = ((WAITING, WAITING), (first, "prompt"), ("", ""), (last, "output"))
     return [
