@@ -42,7 +42,7 @@ _REQUESTS = (
     "SELECT * FROM requests WHERE run_id IN (?, ?, ?) AND received_at >= ? AND received_at <= ?"
     " ORDER BY received_at"
 )
-"""Live requests of a run; their rows may be in the next two runs, as two daemons may die in one."""
+"""Live requests of a run; one that outlives daemons has its row in the next runs."""
 _LATEST = (
     "SELECT * FROM requests WHERE run_id = ? AND received_at <= ?"
     " ORDER BY received_at DESC LIMIT 1000"
