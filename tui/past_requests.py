@@ -10,24 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from appliance.observe.frame.logged_requests import ended_frame, of_all
+from appliance.observe.frame.logged_requests import ended_frame, of_all, stages_of_row
 from appliance.observe.frame.protocol import Frame, RequestFrame
 
-_STAGES = (
-    ("tokenize_ms", "t_tokenized_us"),
-    ("queue_ms", "t_started_us"),
-    ("prefill_ms", "t_first_token_us"),
-    ("handoff_ms", "t_attached_us"),
-    ("decode_wait_ms", "t_decode_started_us"),
-)
-_FOLLOWS = (
-    ("t_tokenized_us", "queue_ms"),
-    ("t_started_us", "prefill_ms"),
-    ("t_first_token_us", "decode_wait_ms"),
-    ("t_attached_us", "decode_wait_ms"),
-    ("t_decode_started_us", "decode_ms"),
-)
-"""Stamps in order, each with the stage that begins there by default."""
 _KEPT = (  # an older row may lack some
     "endpoint", "model", "user", "num_sequences", "prompt_tokens", "cached_tokens", "received_at",
     "restored_tokens", "client", "waited_for",
@@ -71,32 +56,16 @@ def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastReque
         route_reason=row["route_reason"] if route else None,
         is_estimated=phase != "queued",
         **{name: row[name] for name in _KEPT if name in row},
-        **_with_restore(_stages(row, now_us), row),
+        **stages_of_row(row, now_us),
     )
 
 
 def ended(row: Mapping[str, Any]) -> RequestFrame:
     """Rebuild a row's request at its end, like the log's own view."""
     row = dict(row)
-    cut = _stages(row, math.inf)
-    finished_us = row["t_finished_us"]
-    if finished_us is not None:
-        stage, begun_us = "tokenize_ms", 0
-        for stamp, follows in _FOLLOWS:
-            if row[stamp] is not None:
-                stage, begun_us = follows, row[stamp]
-        cut[stage] = (finished_us - begun_us) / 1000  # the stage that it was in took until then
-        cut["e2e_ms"] = finished_us / 1000
-        if (paused_us := row.get("paused_us")) is not None and "decode_ms" in cut:
-            cut["paused_ms"] = min(paused_us / 1000, cut["decode_ms"])
-            cut["decode_ms"] -= cut["paused_ms"]
-    num_timed = row["num_timed_tokens"] or 0
-    if num_timed >= 2 and row["t_last_token_us"] is not None:
-        spread_us = row["t_last_token_us"] - row["t_first_token_us"]
-        cut["tpot_ms"] = spread_us / 1000 / (num_timed - 1)
     # a row that moved does not name its two workers
     worker = None if row["route"] == "move" else row["route"]
-    return ended_frame({**row, **_with_restore(cut, row), "id": row["rid"]}, worker)
+    return ended_frame({**row, **stages_of_row(row), "id": row["rid"]}, worker)
 
 
 def _is_past(row: Mapping[str, Any], stamp: str, now_us: float) -> bool:
@@ -114,29 +83,6 @@ def _phase(row: Mapping[str, Any], now_us: float) -> str:
     if is_attaching and not _is_past(row, "t_attached_us", now_us):
         return "handing_off"
     return "decoding"
-
-
-def _stages(row: Mapping[str, Any], now_us: float) -> dict[str, Any]:
-    """Compute the completed stages, and the first ITL."""
-    cut: dict[str, Any] = {}
-    cursor_us = 0
-    for stage, stamp in _STAGES:
-        if _is_past(row, stamp, now_us):
-            cut[stage] = (row[stamp] - cursor_us) / 1000
-            cursor_us = row[stamp]
-    if _is_past(row, "t_first_token_us", now_us):
-        cut["ttft_ms"] = row["t_first_token_us"] / 1000
-        if _is_past(row, "t_second_token_us", now_us):
-            cut["first_itl_ms"] = (row["t_second_token_us"] - row["t_first_token_us"]) / 1000
-    return cut
-
-
-def _with_restore(cut: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Subtract the restore time from the completed queue stage."""
-    if (restored_us := row.get("restored_us")) is not None and "queue_ms" in cut:
-        cut["restore_ms"] = min(restored_us / 1000, cut["queue_ms"])
-        cut["queue_ms"] -= cut["restore_ms"]
-    return cut
 
 
 def _output_tokens(row: Mapping[str, Any], now_us: float) -> int:
