@@ -14,6 +14,9 @@ from engine.errors import RequestError
 from engine.text.grammar import LIMITS, GrammarError, check_length, shorten, with_deep_stack
 from engine.text.tokenizer import Tokenizer
 
+_FORCED_BYTES = 512
+"""Tokenized of a forced text, or more where tokens are long; all may take ten milliseconds."""
+
 
 class GrammarTokenizer:
     """Show a model's tokens to grammars.
@@ -54,10 +57,12 @@ class _Tokens:
         self._max_token_bytes = max(map(len, tokens), default=1)
 
     def __call__(self, data: bytes) -> list[int]:
-        """Encode a forced text with the model's own ids, if they spell it.
+        """Encode the beginning of a forced text with the model's own ids, if they spell it.
 
-        Tokenizers that prepend a space do not; then the longest fitting tokens are taken.
+        It is asked for anew at each step, of which the first token counts. Tokenizers that prepend
+        a space do not spell it; then the longest fitting tokens are taken.
         """
+        data = _beginning(data, max(_FORCED_BYTES, 4 * self._max_token_bytes))
         try:
             ids = self._tokenizer.encode(data.decode(errors="replace"), add_special_tokens=False)
         except RequestError:  # it takes too much for this text
@@ -75,6 +80,14 @@ class _Tokens:
             else:
                 return  # not a byte of it is in the vocabulary: nothing is forced
             start = end
+
+
+def _beginning(data: bytes, most: int) -> bytes:
+    """Cut a text before a character."""
+    end = min(most, len(data))
+    while most - 4 < end < len(data) and data[end] & 0xC0 == 0x80:
+        end -= 1
+    return data[:end]
 
 
 class Matcher:

@@ -29,6 +29,8 @@ from engine.wire.run_spec import RunSpec
 
 MAX_INLINE_CHARS = 4096
 """Longer texts are tokenized in a thread."""
+MAX_ECHOED_CHARS, MAX_ECHOED_LOGPROBS = 8 << 20, 1 << 20
+"""Maximum that a reply repeats of its prompts, in all choices together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ def prepared(appliance: Appliance, ask: Ask, user: str, replayed: Replayed) -> P
         prompts = [_infilled(prompt, ask.suffix, tokenizer) for prompt in prompts]
     ids = _token_ids(ask, prompts, tokenizer, model)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    _check_echoes(ask, prompts, ids)
     echoes = [_echo(ask, tokenizer, prompt) for prompt in prompts] if ask.is_echo else []
     grammar, unenforced = _grammar(ask, tokenizer, model)
     bad_words = _bad_words(ask, tokenizer, model)
@@ -263,6 +266,22 @@ def _echo(ask: Ask, tokenizer: Tokenizer, prompt: str | list[int]) -> PromptEcho
         else:
             text += detokenizer.push(token_id)
     return PromptEcho(text + detokenizer.flush(), offsets)
+
+
+def _check_echoes(ask: Ask, prompts: list[str | list[int]], ids: list[list[int]]) -> None:
+    """Refuse a body that would be repeated many times over: choices cost few words."""
+    num_chars = ask.num_choices * sum(map(len, prompts)) if ask.is_echo else 0
+    if num_chars > MAX_ECHOED_CHARS:
+        why = f"repeats {num_chars:,} characters in all choices, at most {MAX_ECHOED_CHARS:,}"
+        raise invalid_value("echo", why)
+    told = (ask.prompt_logprobs, ask.logprobs if ask.is_echo else None)
+    num_each = sum(1 + each for each in told if each is not None)
+    num_logprobs = ask.num_choices * num_each * sum(map(len, ids))
+    if num_logprobs > MAX_ECHOED_LOGPROBS:
+        why = (
+            f"tells {num_logprobs:,} log-probabilities of prompts, at most {MAX_ECHOED_LOGPROBS:,}"
+        )
+        raise invalid_value("echo" if ask.is_echo else "prompt_logprobs", why)
 
 
 def _check_vocabulary(prompts: list[list[int]], vocab_size: int) -> None:

@@ -29,7 +29,7 @@ from appliance.api.core.wire import (
 from appliance.api.responses import fields as bodies
 from appliance.daemon.requests.request import Role
 from appliance.daemon.survival.journal import Replayed
-from appliance.json.fields import Json, check, invalid_value
+from appliance.json.fields import Json, check, decoded, invalid_value
 from engine.errors import RequestError
 from engine.units import size_text
 
@@ -54,7 +54,7 @@ class KeptItem(NamedTuple):
 
     def read(self) -> Json:
         """Return the item, which may take milliseconds."""
-        return cast(Json, msgspec.json.decode(self.data))
+        return cast(Json, decoded(self.data))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.api.core import prepare
 from appliance.api.core.ask import MAX_TRUNCATED
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says
@@ -195,3 +196,19 @@ async def test_a_chats_reply_has_the_ids_of_its_prompt(served, appliance):
     first, *others = events((await served.chat(**asked, stream=True)).text)
     assert first["prompt_token_ids"] == ids
     assert not any("prompt_token_ids" in chunk for chunk in others)
+
+
+@pytest.mark.parametrize(
+    ("fields", "most", "param"),
+    [
+        ({"echo": True}, "MAX_ECHOED_CHARS", "echo"),
+        ({"echo": True, "logprobs": 2}, "MAX_ECHOED_LOGPROBS", "echo"),
+        ({"prompt_logprobs": 2}, "MAX_ECHOED_LOGPROBS", "prompt_logprobs"),
+    ],
+)
+async def test_a_prompt_is_not_repeated_many_times_over(served, monkeypatch, fields, most, param):
+    monkeypatch.setattr(prepare, most, 25)
+    for num_choices, status in ((1, 200), (8, 400)):
+        reply = await served.complete(prompt="hello", n=num_choices, **fields)
+        assert reply.status_code == status, reply.text
+    assert reply.json()["error"]["param"] == param

@@ -1,5 +1,7 @@
 """Bodies that are no JSON object are refused in words that say why."""
 
+import gc
+
 import pytest
 
 from appliance.json.fields import decode_object
@@ -55,3 +57,20 @@ def test_a_byte_that_is_no_utf_8_is_told_by_its_place_in_the_body(body, place):
     error = refused(body)
     assert error.code == "invalid_json"
     assert f"byte {place} " in error.what
+
+
+def test_decoding_a_large_body_looks_for_no_garbage():
+    """All of it is new, and each look would go through it again."""
+    looks = []
+
+    def look(*about):
+        looks.append(about)
+
+    body = b'{"a": [' + b"[]," * 100_000 + b"[]]}"
+    gc.callbacks.append(look)
+    try:
+        decode_object(body)
+    finally:
+        gc.callbacks.remove(look)
+    assert len(looks) < 10
+    assert gc.isenabled()

@@ -184,13 +184,15 @@ def test_a_process_holds_nothing_of_another_models(made):
     assert one.num_fds() == other.num_fds()
 
 
-def test_the_memory_of_a_text_is_bounded_by_its_length(made):
+def test_the_memory_of_a_text_and_of_a_model_is_bounded_by_its_length(made):
     tokenizer, process = made()
     for text in (PLAIN * 1000, PLAIN):
         tokenizer.encode(text)
     (fork,) = process.children()
     left_bytes = fork.rlimit(psutil.RLIMIT_AS)[0] - fork.memory_info().vms
     assert 60 << 20 < left_bytes < 66 << 20
+    model_bytes = process.rlimit(psutil.RLIMIT_AS)[0]
+    assert model_bytes < 1 << 30, "the model was read within the limit of other texts"
 
 
 def test_a_process_is_not_replaced_by_one_with_other_ids(tmp_path, made):

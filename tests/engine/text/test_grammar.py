@@ -149,6 +149,27 @@ def test_a_repetition_that_is_too_large_further_on_says_so():
         follow(matcher, y * 10)
 
 
+def test_a_forced_text_is_tokenized_a_little_at_each_step_and_as_if_it_were_whole(
+    model, monkeypatch
+):
+    text, lengths, output = "hello wörld, 日本 😀 ab " * 200, [], []
+    encode = model.tokenizer.encode
+    whole = encode(text, add_special_tokens=False)
+    monkeypatch.setattr(
+        model.tokenizer,
+        "encode",
+        lambda text, **how: lengths.append(len(text)) or encode(text, **how),
+    )
+    matcher = Matcher(model.tokens, choice_grammar([text]))
+    for _ in range(60):
+        mask = matcher.allowed(output)
+        output += [token_id for token_id in range(model.vocab_size) if is_set(mask, token_id)]
+    assert 0 < max(lengths) <= 512
+    assert len(output) == 60
+    assert text.encode().startswith(b"".join(map(model.tokenizer.token_bytes, output)))
+    assert model is not SMALL or output == whole[:60]
+
+
 def follow(matcher, ids):
     """Ask for the way on after each of the ids."""
     for end in range(len(ids) + 1):
