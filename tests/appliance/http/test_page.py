@@ -162,6 +162,11 @@ async def test_a_chat_in_the_browser(served, tmp_path):
         assert await tab.run("turns.length") == 2
         await tab.until("model === 'fake/tiny-model'")
 
+        fenced = "a\n```py\nx = 1\n```\nb"
+        await tab.run(f"made = written({json.dumps(fenced)}), 0")
+        parts = "[made.textContent, made.children[1].textContent]"
+        assert await tab.run(parts) == [fenced, "x = 1\n"]
+
         assert len(HOSTILE) >= 60
         await tab.run("at('clear').click()")
         await tab.run("at('max_tokens').value = 800")
