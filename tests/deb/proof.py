@@ -96,7 +96,7 @@ def upgrade_under_load(machine: Machine, deb: Path) -> str:
     took_s, said = time.monotonic() - start_s, upgrade.communicate()
     assert upgrade.returncode == 0, said
     assert machine.property("MainPID") != old_pid
-    told = json.loads(machine.run("penstock", "version", "-o", "json").stdout)["data"]
+    told = json.loads(machine.run("penstock", "version", "-o", "json").stdout)
     assert (told["version"], told["daemon_version"]) == (NEWER, NEWER)
     rows = json.loads(machine.run("penstock", "log", "-n", "99", "-o", "json").stdout)["data"]
     num_carried = sum(row["recoveries"] > 0 for row in rows)
