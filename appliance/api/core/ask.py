@@ -265,6 +265,20 @@ class Ask:
             num_tokens = -(-len(prompt) // per_token)
             raise PromptTooLong(num_tokens, max_model_len, self._prompt_param, self.max_tokens)
 
+    def room(self, num_prompt_tokens: int, max_model_len: int) -> int:
+        """Count the tokens that a prompt leaves for its answer.
+
+        Raises:
+            PromptTooLong: there are none.
+            RequestError: the prompt has no tokens.
+        """
+        if not num_prompt_tokens:
+            raise invalid_value(self._prompt_param, "has no tokens")
+        if num_prompt_tokens >= max_model_len:
+            param = self._prompt_param
+            raise PromptTooLong(num_prompt_tokens, max_model_len, param, self.max_tokens)
+        return max_model_len - num_prompt_tokens
+
     def sampling(
         self,
         num_prompt_tokens: int,
@@ -278,15 +292,9 @@ class Ask:
         """Make the sampling of one choice, with max_tokens cut to the room that the prompt leaves.
 
         Raises:
-            PromptTooLong: there is no room left.
-            RequestError: the prompt has no tokens.
+            RequestError: as room().
         """
-        if not num_prompt_tokens:
-            raise invalid_value(self._prompt_param, "has no tokens")
-        room = max_model_len - num_prompt_tokens
-        if room < 1:
-            param = self._prompt_param
-            raise PromptTooLong(num_prompt_tokens, max_model_len, param, self.max_tokens)
+        room = self.room(num_prompt_tokens, max_model_len)
         wanted = self.default_max_tokens if self.max_tokens is None else self.max_tokens
         max_tokens = room if wanted is None else max(min(wanted, room), 1)
         most = self.base.output_offset + max_tokens

@@ -127,6 +127,8 @@ def _token_ids(
         most = model.max_model_len - output if ask.truncate < 0 else ask.truncate
         ids = [one[max(len(one) - most, 0) :] for one in ids]
     _check_vocabulary(ids, model.vocab_size)
+    for one in ids:
+        ask.room(len(one), model.max_model_len)  # before time is spent on a grammar
     return ids
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from appliance.api.core import prepare
 from appliance.api.core.ask import MAX_TRUNCATED
+from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says
 from tests.tiny_tokenizers import CHATML, byte_level
@@ -212,3 +213,12 @@ async def test_a_prompt_is_not_repeated_many_times_over(served, monkeypatch, fie
         reply = await served.complete(prompt="hello", n=num_choices, **fields)
         assert reply.status_code == status, reply.text
     assert reply.json()["error"]["param"] == param
+
+
+async def test_no_grammar_is_read_for_a_prompt_that_is_too_long(served, monkeypatch):
+    jobs, read = [], READER.read
+    monkeypatch.setattr(READER, "read", lambda *job: jobs.append(job[0]) or read(*job))
+    for prompt, status in (("hello " * 64, 400), ("hello", 200)):
+        reply = await served.complete(prompt=prompt, guided_regex="a+")
+        assert reply.status_code == status, reply.text
+        assert jobs == (["constraint"] if status == 200 else [])

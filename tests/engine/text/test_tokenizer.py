@@ -286,3 +286,22 @@ def test_a_completion_keeps_the_space_that_parts_it_from_its_prompt(piece_tokeni
     answer = piece_tokenizer.encode("world", add_special_tokens=False)
     assert "".join(pushed(Detokenizer(piece_tokenizer, prompt), answer)) == " world"
     assert "".join(pushed(Detokenizer(piece_tokenizer), answer)) == "world"
+
+
+def test_whatever_the_library_raises_in_a_reply_is_a_refusal():
+    """A panic of it is no Exception, and would end the daemon."""
+
+    class Panic(BaseException):
+        pass
+
+    class Broken:
+        def __getattr__(self, name):
+            return getattr(tokenizer_here, name)
+
+        def decode(self, *_, **__):
+            raise Panic("at lib.rs")
+
+    tokenizer_here, tokenizer = byte_level(), Tokenizer(byte_level())
+    tokenizer._backend = Broken()
+    with pytest.raises(RequestError):
+        tokenizer.decode([1])
