@@ -52,6 +52,7 @@ class Group:
         except WorkerFailed:
             self.stop()
             raise
+        self.reduction = part.shards.reduction
         how = (dtype, 512, BLOCK_SIZE, part.variants)
         self.model = LeadingTransformer(
             self.followers, config, part.weights, *how, shards=part.shards

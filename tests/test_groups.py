@@ -68,6 +68,9 @@ def test_a_worker_of_two_processes_answers_as_one_does(
     assert [rank["pid"] for rank in ranks] == pids(alone, "colocated")
     assert all(rank["rss_bytes"] > 0 and 0 <= rank["wait_ratio"] <= 1 for rank in ranks)
     assert len(pids(alone, "colocated")) == 2
+    metrics = alone.http.get("/metrics").text
+    assert metrics.count("\npenstock_worker_rank_resident_bytes{") == 2
+    assert metrics.count("\npenstock_worker_rank_wait_ratio{") == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])

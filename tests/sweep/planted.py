@@ -38,12 +38,6 @@ BUGS = {
         "\n    def stop(",
         ("alias",),
     ),
-    "the death of a group's other process is not its own": Bug(
-        "appliance/fleet/supervisor.py",
-        "        if code < 0:\n            first.kill()\n",
-        "        if code < 0:\n            pass\n",
-        ("groups",),
-    ),
     "a process of a group that has no core makes it seem hung": Bug(
         "appliance/observe/telemetry/deadlines.py",
         "times_of(state.pids) if is_silent",

@@ -166,6 +166,14 @@ def test_nor_do_they_where_codes_or_states_are_divided(kind, wide_folder, tmp_pa
         group.stop()
 
 
+def test_each_process_says_how_long_it_has_waited(of_two):
+    before = of_two.reduction.waited_ns
+    logits_of_everything(of_two)
+    after = of_two.reduction.waited_ns
+    assert len(before) == 2
+    assert all(then < now for then, now in zip(before, after, strict=True))
+
+
 def test_a_step_that_is_only_timed_ends_for_all_where_the_first_says(of_two):
     pool = pool_of(of_two)
     before, _ = logits_of_everything(of_two)
