@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 NUMBERS = {"bookworm": 12, "trixie": 13}
 MIRROR = "http://deb.debian.org/debian"
-BASE = "ca-certificates,libstdc++6,python3,systemd"
-"""What the package depends on: the base is a machine on which it can be tried."""
+BASE = "ca-certificates,libstdc++6,python3,systemd,udev"
+"""The package's dependencies, and udev, whose groups its user joins: a machine to try it on."""
 BUILD = ("debhelper", "help2man", "lintian", "python3-venv")
 CUDA = re.compile(r"(torch|triton|cuda-|nvidia-(?!ml))")
 """Dependencies that a torch for CPUs does without, and torch itself."""
