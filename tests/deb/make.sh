@@ -29,7 +29,5 @@ while IFS='	' read -r words about; do
     sed -i "s/^penstock \\\\- /$name \\\\- /; s/^.TH PENSTOCK /.TH $name /" "$page"
 done < verbs
 
-minor=$(python3 -c 'import sys; print(sys.version_info[1])')
-sed -i "s/@MINOR@/$minor/" debian/penstock.lintian-overrides
 debian/rules binary
 lintian --info --tag-display-limit 0 ../penstock_*.deb > lintian.txt || echo "lintian ended with $?" >> lintian.txt
