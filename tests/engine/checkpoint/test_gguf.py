@@ -296,7 +296,7 @@ def test_gemma_4s_tokenizer_merges_as_its_file_lists(tmp_path, folder):
     ("metadata", "words"),
     [
         ({"tokenizer__ggml__pre": "poro-chat"}, "'poro-chat': known"),
-        ({"tokenizer__ggml__model": "t5"}, "'t5': gpt2 .* llama and gemma4"),
+        ({"tokenizer__ggml__model": "rwkv"}, "'rwkv': gpt2 .* llama, gemma4 and t5"),
         ({"tokenizer__ggml__merges": None}, "merges is missing"),
         ({"tokenizer__ggml__token_type": [1, 2]}, "one for each token"),
     ],

@@ -9,7 +9,13 @@ import sys
 
 import pytest
 
-from appliance.daemon.process.limits import NUM_APART, OWN_PAGES_BYTES, max_connections
+from appliance.daemon.process.limits import (
+    MAX_TURN_S,
+    NUM_APART,
+    OWN_PAGES_BYTES,
+    max_connections,
+    share_interpreter,
+)
 
 CHURN = """
 import ctypes, random, re, sys
@@ -61,3 +67,12 @@ def test_connections_fit_in_what_is_left():
     assert max_connections(1024, 1024) == 1024 - NUM_APART
     assert max_connections(1024, 8) == 1
     assert max_connections(2) == min(2, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - NUM_APART)
+
+
+def test_threads_give_way_to_the_loop_within_half_a_millisecond():
+    usual_s = sys.getswitchinterval()
+    try:
+        share_interpreter()
+        assert sys.getswitchinterval() == pytest.approx(MAX_TURN_S)
+    finally:
+        sys.setswitchinterval(usual_s)
