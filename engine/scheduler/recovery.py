@@ -90,7 +90,9 @@ class Recovery:
 
         def num_there(worker: str) -> int:
             pool = self._topology.pool_of(worker)
-            return max(self._num_computed(sequence, pool), hits.get(pool, 0))
+            # where it has blocks already, others are not exchanged for them
+            has_own = bool(self._ledger.table(sequence.seq_id, pool))
+            return max(self._num_computed(sequence, pool), 0 if has_own else hits.get(pool, 0))
 
         routes = self._routes.fallbacks(sequence, open_workers, ready_workers, held, num_there)
         for stages in routes:

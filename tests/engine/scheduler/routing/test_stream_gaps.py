@@ -194,12 +194,13 @@ def test_no_stream_stands_still_for_a_prompt(arm, short_chunks):
 class Handoffs(World):
     """A stream at `decode`, and a long prompt whose first handoffs fail."""
 
-    def __init__(self, arm, num_failing, **sizes):
+    def __init__(self, arm, num_failing, has_twin=False, **sizes):
         super().__init__(arm, **sizes)
         self.num_failing, self.num_prompt_tokens = num_failing, Counter()
         stream, self.prompt = self.sequence(4, 50), self.sequence(40, 4)
+        self.twins = [self.sequence(prompt=self.prompt.prompt_token_ids, max_tokens=30)] * has_twin
         self.finish_first_tokens(stream)
-        self.submit(self.prompt)
+        self.submit(*self.twins, self.prompt)
 
     def finish_first_tokens(self, stream):
         self.submit(stream)
@@ -217,6 +218,7 @@ class Handoffs(World):
     def tick(self):
         """Break what is under way of the prompt before it can be copied."""
         is_coming = self.prompt.worker == "prefill" or self.prompt.phase == "handing_off"
+        is_coming &= all(twin.worker == "decode" for twin in self.twins)
         if is_coming and self.prompt.num_failed_copies < self.num_failing:
             for worker in self.workers.values():
                 self.receive(worker)
@@ -235,4 +237,13 @@ def test_a_prompt_whose_copies_fail_goes_to_a_worker_of_prompts_again(
     assert world.prompt.num_failed_copies == num_failing
     on_decode = world.num_prompt_tokens["decode"]
     assert (on_decode > LEAST) == (num_failing == worker_routes.MAX_FAILED_COPIES)
+    world.assert_all_free()
+
+
+def test_a_twins_blocks_do_not_count_where_a_prompt_whose_copies_failed_has_its_own(short_chunks):
+    world = Handoffs("peer", 1, has_twin=True, num_blocks=200)
+    world.run()
+    assert world.emitted[world.prompt.seq_id] == expected_tokens(world.prompt)
+    assert world.prompt.num_failed_copies == 1
+    assert world.num_prompt_tokens["decode"] <= LEAST
     world.assert_all_free()
