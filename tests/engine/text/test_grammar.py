@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import RequestError
 from engine.text.call_syntax import CallSyntax
 from engine.text.calls_grammar import calls_grammar
 from engine.text.grammar import (
@@ -168,6 +169,19 @@ def test_a_forced_text_is_tokenized_a_little_at_each_step_and_as_if_it_were_whol
     assert len(output) == 60
     assert text.encode().startswith(b"".join(map(model.tokenizer.token_bytes, output)))
     assert model is not SMALL or output == whole[:60]
+
+
+def test_a_forced_text_that_the_tokenizer_refuses_is_written_all_the_same(model, monkeypatch):
+    def refuse(*_, **__):
+        raise RequestError("it takes too much")
+
+    monkeypatch.setattr(model.tokenizer, "encode", refuse)
+    matcher, output, text = Matcher(model.tokens, choice_grammar(["hello"])), [], ""
+    while text != "hello":
+        mask = matcher.allowed(output)
+        output.append(next(one for one in range(model.vocab_size) if is_set(mask, one)))
+        text = model.text(output)
+        assert "hello".startswith(text)
 
 
 def follow(matcher, ids):
