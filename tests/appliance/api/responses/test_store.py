@@ -388,6 +388,8 @@ async def test_a_background_response_that_is_too_long_to_be_kept_says_so(
     ended = (await served.http.get(f"/v1/responses/{queued['id']}")).json()
     assert (ended["status"], ended["error"]["code"]) == ("failed", "response_too_long")
     assert ended["output"] == []
-    refused = await served.http.post("/v1/responses", json=body | {"input": "x" * 12_000})
+    unread = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 12_000}
+    body["input"] = [unread, {"role": "user", "content": "x"}]
+    refused = await served.http.post("/v1/responses", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
     assert len(appliance.submitted) == 1
