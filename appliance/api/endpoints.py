@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from functools import partial
 
@@ -24,6 +25,9 @@ from appliance.api.responses.store import conversation, keep_for, previous_items
 from appliance.daemon.requests.request import Request
 from appliance.daemon.survival.journal import Replayed
 from appliance.json.fields import Json
+
+_CONTINUES = re.compile(rb"previous_response_id|item_reference|\\u|\x00")
+"""In a body that may continue a long conversation; names may be written in escapes or UTF-16."""
 
 
 def _reply_form(
@@ -78,7 +82,7 @@ ENDPOINTS = {
     "/v1/responses": Endpoint(
         id_prefix="resp_",
         decode=_response_ask,
-        is_quick=False,  # it may continue a long conversation
+        slow_words=_CONTINUES,
         form=_response_form,
         refusal=in_our_words,
         read=with_items,

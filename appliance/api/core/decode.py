@@ -18,7 +18,9 @@ async def decode(entry: Entry) -> Asked:
         RequestError: names the field that is wrong.
     """
     try:
-        return await entry.run(partial(_decoded, entry), is_quick=entry.endpoint.is_quick)
+        slow = entry.endpoint.slow_words
+        is_quick = slow is None or slow.search(entry.body) is None
+        return await entry.run(partial(_decoded, entry), is_quick=is_quick)
     except NothingToGenerate as ended:
         entry.keep_loaded(ended.keep_alive_s)
         raise

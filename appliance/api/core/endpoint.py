@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,11 +46,11 @@ class Endpoint:
     id_prefix: str
     """Of its requests' ids."""
     decode: Callable[[Json, HttpRequest, Replayed], Ask]
-    """Validates a body; called in a thread where that is large, or not quick."""
+    """Validates a body; called in a thread where that is large, or slow."""
     form: Callable[[Asked, Request, HttpRequest, Replayed], ReplyForm]
     """What its replies look like."""
-    is_quick: bool = True
-    """Whether reading and validating a small body takes no millisecond."""
+    slow_words: re.Pattern[bytes] | None = None
+    """Words of a small body for which reading it may take milliseconds; None: nothing does."""
     refusal: Callable[[RequestError], RequestError] = lambda error: error
     """A refusal of what was asked, in words that its clients know."""
     read: Callable[[Json, HttpRequest, Replayed], Json] = lambda fields, _http, _replayed: fields

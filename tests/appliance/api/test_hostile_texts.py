@@ -127,6 +127,32 @@ async def test_a_body_is_decoded_on_the_loop_only_if_it_is_short(tmp_path, monke
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        b'{"input": "hi", "previous_response_id": "resp_1"}',
+        rb'{"input": "hi", "previous_response_\u0069d": "resp_1"}',
+        '{"input": "hi", "previous_response_id": "resp_1"}'.encode("utf-16"),
+        b'{"input": [{"type": "item_reference", "id": "msg_1"}]}',
+    ],
+)
+async def test_what_continues_a_conversation_is_not_read_on_the_loop(tmp_path, monkeypatch, body):
+    threads = []
+    endpoint = endpoints.ENDPOINTS["/v1/responses"]
+
+    def read(*asked):
+        threads.append(threading.current_thread())
+        return endpoint.read(*asked)
+
+    spy = dataclasses.replace(endpoint, read=read)
+    monkeypatch.setitem(endpoints.ENDPOINTS, "/v1/responses", spy)
+    async with serving(fake(), tmp_path / "api.sock") as served:
+        reply = await served.http.post("/v1/responses", content=body)
+    assert reply.status_code in (400, 404)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+@pytest.mark.parametrize(
     ("template", "code"),
     [
         ("{{ 'a' * (messages | length) * 10**14 }}", "too_costly"),

@@ -52,7 +52,7 @@ NOT_SAID_BY_SCHEMAS = re.compile(
     "|leaves nothing of the prompt|cannot be streamed|nothing but space|written as a string"
     "|`prompt` is empty|is no name of a model|name on the hub|has no tokens|there is no response"
     "|tool_choice.* is required|the role assistant only|`tools\\[|input\\[|instructions\\["
-    "|content.* must be|content.* is required|content.* is not supported|leaves out `"
+    "|content.* must be|content.* is required|is not supported|leaves out `"
     "|names no item|needs `store`|images` are not"
     "|context length is|as many as the model's vectors|the model has no prompts|must be one of"
     "|it may have one, or as many|does not know"
