@@ -100,6 +100,7 @@ ARGUMENTS = {
     "bench steps": ("--small",),
     "bench transports": ("--small",),
     "bench run": ("static",),
+    "bench texts": ("--seconds", "1"),
     "bench compare": ("static",),
     "bench interference": ("static",),
     "embed": (__file__,),

@@ -144,8 +144,9 @@ async def test_the_official_client_raises_its_own_errors(served, appliance):
     assert (bad.value.code, bad.value.param) == ("invalid_value", "temperature")
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         await complete(model="gpt-9", prompt="hi")
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError) as bad:
         await client.embeddings.create(model="fake/tiny-model", input="hi")
+    assert bad.value.code == "wrong_model"
     appliance.max_queued = 1
     (waiting,) = await fill(served, 1)
     with pytest.raises(openai.RateLimitError) as full:
