@@ -27,7 +27,7 @@ from appliance.daemon.survival.journal import Replayed
 from appliance.json.fields import Json
 
 _CONTINUES = re.compile(rb"previous_response_id|item_reference|\\u|\x00")
-"""In a body that may continue a long conversation; names may be written in escapes or UTF-16."""
+"""Marks a body that may continue a long conversation; names may be in escapes or UTF-16."""
 
 
 def _reply_form(
