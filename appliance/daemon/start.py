@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -125,6 +126,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
         daemon.say_counts = handler.say_counts
         daemon.last_end = os.environ.pop(ENDED_BY, "")
         daemon.is_under_nohup = is_under_nohup
+        gc.freeze()  # a collection would look at all modules, and stop the loop meanwhile
         return asyncio.run(daemon.run(policy))
     finally:
         close_channel()

@@ -391,25 +391,27 @@ class ClientProtocol(H11Protocol):
             self.shutdown()
         return True
 
-    def look(self, now: float) -> None:
-        """Cut the connection off if its client disconnected or is too slow."""
+    def look(self, now: float, *, may_cut: bool = True) -> bool:
+        """Cut the connection off if its client disconnected or is too slow; say whether it was."""
         if (mark := self._mark) is None:
-            return  # accepted a moment ago
+            return False  # accepted a moment ago
         if (self._is_half_closed or self.flow.read_paused) and has_left(self._socket):
             self.transport.abort()
-            return
+            return True
         seen = self._observe(now)
         if seen.phase is not mark.phase or seen.num_requests != mark.num_requests:
             self._mark = seen
-            return
+            return False
         if seen.phase in _UNTIMED or now - mark.since <= self._allowed_s(seen.phase):
-            return
+            return False
         num_moved = seen.num_bytes - mark.num_bytes
         is_steady = num_moved >= self._limits.min_bytes_per_s * (now - mark.since)
         if is_steady and seen.phase in (ConnectionPhase.BODY, ConnectionPhase.UNREAD):
             self._mark = seen
-        else:
+            return False
+        if may_cut:
             self._cut(seen.phase)
+        return may_cut
 
     @property
     def spare_since(self) -> float | None:

@@ -40,6 +40,8 @@ SHARE_OF_ONE = 0.75
 Also the maximum share of TCP connections per key."""
 GIVEN_UP_AT_ONCE = 8
 """Idle connections to close at once when no descriptor is left."""
+CUT_AT_ONCE = 16
+"""Slow clients to cut off at one look: thousands may be late at the same moment."""
 MAX_UNREAD_BYTES = 256 << 20
 """Maximum of replies that clients have not read, of all connections together."""
 MIN_UNREAD_BYTES = 64 << 10
@@ -251,9 +253,9 @@ class ApiServer:
         return cast("set[ClientProtocol]", self._server.server_state.connections)
 
     def _look_at_all(self) -> None:
-        now = time.monotonic()
+        now, num_cut = time.monotonic(), 0
         for connection in list(self._connections):
-            connection.look(now)
+            num_cut += connection.look(now, may_cut=num_cut < CUT_AT_ONCE)
         self._cut_unread()
         self._turned_away.look()
 

@@ -1,13 +1,15 @@
 """What other clients notice of a flood of grammars that take long to read.
 
 usage: python -m tests.benchmarks.grammar_floods SOCKET [--connections 8] [--seconds 5]
-       [--kinds names,schema] [--bytes 15000] [--rounds 1]
+       [--kinds names,schema] [--bytes 15000] [--rounds 1] [--control-rate 500]
 
 Two streams write, and `/health` is asked every 20 ms: alone and, in turn, beside a process whose
 clients send bodies with one kind of grammar over and over, each time the last byte of all at once.
 Prints for each kind how late `/health` and the streams' lines were, and both beside what they were
 before and after it. `quiet` is a kind without a flood: its figures are the band in which the others
 say nothing. `plain` has no grammar: of kinds that are served, it says what serving them costs.
+`lost` is a path that is not there. In `control`, a program drops `--control-rate` bodies a second:
+what the clients themselves take from streams on the same cores.
 Exit code 1 if something ended.
 """
 
@@ -19,9 +21,12 @@ import contextlib
 import json
 import math
 import multiprocessing
+import socket
 import sys
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 
 HEALTH_PAUSE_S = 0.02
 NUM_STREAMS = 2
@@ -47,6 +52,8 @@ def bodies(num_bytes: int) -> dict[str, tuple[str, dict[str, object]]]:
     tool = {"name": "f", "parameters": schema}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
     return {
+        "control": (completion, {"user": "a" * size}),
+        "lost": ("/v1/lost", {"user": "a" * size}),
         "plain": (completion, {**prompt, "user": "a" * size}),
         "names": (completion, {**prompt, "grammar": "root ::= " + repeated("a ", size)}),
         "groups": (completion, {**prompt, "grammar": "root ::= " + repeated("(a)", size)}),
@@ -58,6 +65,23 @@ def bodies(num_bytes: int) -> dict[str, tuple[str, dict[str, object]]]:
         "tools": (chat, {**CHAT, "tools": [{"type": "function", "function": tool}],
                          "tool_choice": "required"}),
     }  # fmt: skip
+
+
+def drop(path: str, num_bytes: int, per_s: float) -> None:
+    """Take a body of this size and refuse it, one after the other, so many a second."""
+    due_s = 0.0
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(4096)
+        while True:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                left = num_bytes
+                while left and (part := connection.recv(left)):
+                    left -= len(part)
+                connection.send(b"HTTP/1.1 400 dropped\r\n\r\n")
+            due_s = max(due_s, time.monotonic()) + 1 / per_s
+            time.sleep(max(due_s - time.monotonic(), 0.0))
 
 
 def message(path: str, body: object) -> bytes:
@@ -214,13 +238,20 @@ async def main() -> int:
     parser.add_argument("--bytes", type=int, default=15_000)
     parser.add_argument("--kinds", default="")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--control-rate", type=float, default=500.0)
     asked = parser.parse_args()
-    floods = {"quiet": None, **bodies(asked.bytes)}
+    bodies_by_kind = bodies(asked.bytes)
+    floods = {"quiet": None, **bodies_by_kind}
     kinds = (asked.kinds.split(",") if asked.kinds else [*floods]) * asked.rounds
+    folder = tempfile.TemporaryDirectory(prefix="floods-")
+    control = str(Path(folder.name, "s"))
+    work = (control, len(message(*bodies_by_kind["control"])), asked.control_rate)
+    multiprocessing.Process(target=drop, args=work, daemon=True).start()
     before = await phase(asked.socket, asked.seconds)
     for kind in kinds:
         body = floods[kind]
-        flood = body and Flood(asked.socket, message(*body), asked.connections)
+        where = control if kind == "control" else asked.socket
+        flood = body and Flood(where, message(*body), asked.connections)
         run = await phase(asked.socket, asked.seconds, flood)
         after = await phase(asked.socket, asked.seconds)
         if not run.health_ms or not run.gaps_ms:

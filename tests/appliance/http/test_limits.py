@@ -12,6 +12,7 @@ import os
 import resource
 import socket
 import zlib
+from collections import Counter
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ from appliance.daemon.requests.request import Role
 from appliance.http import connection, gate, listeners, rejected_connections, server
 from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import ApiKey, new_key, read_keys
-from appliance.http.connection import ClientLimits
+from appliance.http.connection import ClientLimits, ClientProtocol
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from engine.text.tokenizer import Tokenizer
@@ -465,6 +466,22 @@ async def test_who_stops_halfway_is_told_and_cut(running, part, caplog):
     assert code_of(await running.say(part)) == (400, "request_timeout")
     assert not caplog.records
     assert not running.appliance.submitted
+
+
+async def test_of_many_late_clients_a_few_are_cut_at_one_look(running, monkeypatch):
+    """Each takes a moment, and thousands may be late at once."""
+    monkeypatch.setattr(server, "CUT_AT_ONCE", 3)
+    look, cut_at = ClientProtocol.look, Counter()
+
+    def counted(self, now, **options):
+        was_cut = look(self, now, **options)
+        cut_at[now] += was_cut
+        return was_cut
+
+    monkeypatch.setattr(ClientProtocol, "look", counted)
+    replies = await asyncio.gather(*(running.say(post()[:-1]) for _ in range(10)))
+    assert {code_of(reply) for reply in replies} == {(400, "request_timeout")}
+    assert max(cut_at.values()) == 3
 
 
 async def test_a_head_that_trickles_in_is_cut(running):
