@@ -178,7 +178,7 @@ def noise(
 
 
 def _logarithm(x: torch.Tensor) -> torch.Tensor:
-    """Compute natural logarithms of float64: the steps of `logarithm` in engine/kernels/draws.c."""
+    """Compute natural logarithms of float64 by the steps of engine/kernels/weights.h."""
     fraction, exponent = torch.frexp(x)
     is_low = fraction < 0.70710678118654752
     fraction, exponent = torch.where(is_low, 2 * fraction, fraction), exponent - is_low.int()
