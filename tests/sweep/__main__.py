@@ -238,7 +238,8 @@ def sweep(args: argparse.Namespace) -> int:
     _warm_up(names[0])
     with _pool(args.jobs) as pool:
         for name in names:
-            calm, same = pool.map(execute, [Run(name, args.seed)] * 2)
+            # of a size of its own: a pool that replaces its only process has none to count
+            calm, same = pool.map(execute, [Run(name, args.seed)] * 2, chunksize=1)
             problems = differences(calm, calm) + differences(calm, same)
             if problems or calm.num_events != same.num_events:
                 print(f"{calm.run}: undisturbed: {problems or 'two runs differ'}", flush=True)
