@@ -12,9 +12,9 @@ from appliance.configuration.setting_kinds import MIN_BYTES
 from appliance.configuration.settings import ServeConfig
 from appliance.fleet.placement import Placement
 from appliance.fleet.weights_offload import (
-    LEAST_KV_SHARE,
     WORKER_BYTES,
     MemoryShares,
+    least_pool_bytes,
     pool_bytes,
     share_memory,
 )
@@ -40,8 +40,7 @@ class _Wanted(NamedTuple):
 
     @property
     def least_kv(self) -> int:
-        kv = pool_bytes(self.placement)
-        return kv if self.config.kv_memory_bytes is not None else kv // LEAST_KV_SHARE
+        return least_pool_bytes(self.config, self.placement)
 
     @property
     def widths(self) -> list[int]:

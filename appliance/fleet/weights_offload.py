@@ -122,6 +122,12 @@ def pool_bytes(placement: Placement) -> int:
     return sum(pool.num_blocks for pool in placement.topology.pools) * placement.block_bytes
 
 
+def least_pool_bytes(config: ServeConfig, placement: Placement) -> int:
+    """Return the KV memory that weights must leave: a part of what is placed, or all as asked."""
+    kv = pool_bytes(placement)
+    return kv if config.kv_memory_bytes is not None else kv // LEAST_KV_SHARE
+
+
 def _sizes(
     config: ServeConfig,
     checkpoint: Checkpoint,
@@ -134,8 +140,7 @@ def _sizes(
     units = [
         sum(found[name] for name in names) for names in names_by_unit(found, checkpoint.config)
     ]
-    kv = pool_bytes(placement)
-    least = kv if config.kv_memory_bytes is not None else kv // LEAST_KV_SHARE
+    kv, least = pool_bytes(placement), least_pool_bytes(config, placement)
     num_workers = len(placement.workers)
     room = memory_bytes - num_workers * WORKER_BYTES
     return _Sizes(sum(found.values()), units, kv, least, room, num_workers)
