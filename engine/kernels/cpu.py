@@ -23,7 +23,7 @@ FORMS = {
     "mxfp4": 12, "iq4_nl": 13, "iq4_xs": 14, "q2_k": 15, "q3_k": 16, "nvfp4": 17,
     "int4_32": 18, "int4_128": 19, "int8_128": 20, "int8_row": 21, "fp8_128": 22,
 }  # fmt: skip
-"""The kernels' numbers of quantised forms, by their names in engine.checkpoint.quantisation."""
+"""The kernels' numbers of quantised forms, by their names in engine.checkpoint.packed_layouts."""
 WIDENED, DOTS, TILES = range(3)
 """Variants in which the kernels multiply: exact products, dots of pairs, matrix tiles."""
 VARIANT_NAMES = ("widened", "dots", "tiles")
