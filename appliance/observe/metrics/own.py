@@ -114,7 +114,8 @@ def _requests(frame: Frame) -> Iterator[MetricFamily]:
         [({"pool": pool.name}, pool.evicted) for pool in frame.pools],
     )
     recovered = totals.recovered_sequences
-    yield counter("penstock_recoveries_total", "Sequences saved from a dead worker or daemon.", recovered)
+    saved = "Sequences saved from a dead worker or daemon."
+    yield counter("penstock_recoveries_total", saved, recovered)
     yield counter(
         "penstock_preemptions_total",
         "Preemptions: a sequence's KV blocks were given to others.",
