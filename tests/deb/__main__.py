@@ -24,6 +24,7 @@ from tests.release.packages import Builder, sha256
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+LEAVE_OUT = ROOT / "packaging/leave_out.sh"
 NUMBERS = {"bookworm": 12, "trixie": 13}
 MIRROR = "http://deb.debian.org/debian"
 BASE = "ca-certificates,libstdc++6,python3,systemd,udev"
@@ -133,7 +134,7 @@ def main() -> None:
     make_build_tree(folder / "base", tree, wheels)
     work = tree / "build"
     write_debian(work / "debian", suite)
-    for path in (wheel, ROOT / "CHANGELOG.md", HERE / "make.sh"):
+    for path in (wheel, ROOT / "CHANGELOG.md", HERE / "make.sh", LEAVE_OUT):
         shutil.copy(path, work)
     (work / "requirements.txt").write_text(
         requirements((ROOT / "constraints.txt").read_text(), wheels)

@@ -6,6 +6,7 @@ python3 -m venv $venv
 $venv/bin/pip install -q --no-compile --no-cache-dir --no-deps --require-hashes -r requirements.txt
 $venv/bin/pip install -q --no-compile --no-cache-dir --no-deps --no-index penstock-*.whl
 $venv/bin/pip uninstall -q -y pip
+sh leave_out.sh $venv
 $venv/bin/python debian/copyright.py > debian/copyright
 find $venv/bin -type f ! -name penstock -delete
 # The service may not write bytecode, and would compile at each start. One file is for a newer Python.

@@ -13,10 +13,10 @@ import pytest
 from appliance.cli.install_service import PLACES
 from appliance.cli.main import VERBS
 from appliance.configuration.settings import SETTINGS
-from tests.deb.__main__ import HERE, ROOT, requirements, write_debian
+from tests.deb.__main__ import HERE, LEAVE_OUT, ROOT, requirements, write_debian
 
 DEBIAN = HERE / "debian"
-SCRIPTS = [HERE / "make.sh", DEBIAN / "penstock.postinst", DEBIAN / "penstock.postrm"]
+SCRIPTS = [HERE / "make.sh", LEAVE_OUT, DEBIAN / "penstock.postinst", DEBIAN / "penstock.postrm"]
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 
 
@@ -72,6 +72,44 @@ def test_a_torch_for_cpus_takes_the_place_of_cuda(tmp_path: Path) -> None:
     assert {"torch", "numpy", "nvidia-ml-py"} <= names
     (torch,) = (line for line in lines if line.startswith("torch"))
     assert re.fullmatch(r"torch==2\.13\.0\+cpu --hash=sha256:[0-9a-f]{64}", torch)
+
+
+def test_what_only_compiles_or_tests_is_left_out(tmp_path: Path) -> None:
+    site = tmp_path / "lib/python3.13/site-packages"
+    kept = {
+        *("torch/__init__.py", "torch/bin/torch_shm_manager", "torch/lib/libtorch_cpu.so"),
+        *("torch/testing/__init__.py", "triton/backends/nvidia/include/cuda.h"),
+        *("nvidia/cu13/lib/libcudart.so.13", "numpy/testing/__init__.py", "numpy/ma/core.py"),
+        *("networkx/classes/graph.py", "sympy/core/core.py"),
+    }
+    left_out = {
+        *("torch/bin/test_api", "torch/bin/protoc", "torch/test/Dict_test", "torch/include/a.h"),
+        *("torch/share/cmake/Torch.cmake", "torch/lib/libtorchbind_test.so"),
+        *("nvidia/cu13/lib/libcudart_static.a", "numpy/ma/tests/test_core.py"),
+        *("networkx/classes/tests/test_graph.py", "sympy/core/tests/test_core.py"),
+    }
+    for name in kept | left_out:
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    subprocess.run(["sh", "-e", str(LEAVE_OUT), str(tmp_path)], check=True)
+    files = [each for each in site.rglob("*") if each.is_file()]
+    assert {str(each.relative_to(site)) for each in files} == kept
+
+
+def test_nothing_that_is_left_out_is_loaded_by_a_worker() -> None:
+    loaded = (
+        "import sys, appliance.cli.main, engine.worker.loop, engine.worker.runner; "
+        "print(*(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)), "
+        "*(line.split()[-1] for line in open('/proc/self/maps')), sep='\\n')"
+    )
+    command = [sys.executable, "-c", loaded]
+    paths = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "/libtorch_cpu.so" in paths
+    out = (
+        r"/torch/(include|share|test)/|/torch/bin/(?!torch_shm)|_test\.so|/(numpy|sympy)/.*/tests/"
+    )
+    assert not [path for path in paths.splitlines() if re.search(out, path)]
 
 
 def test_each_override_of_lintian_has_a_reason() -> None:
