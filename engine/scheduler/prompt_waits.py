@@ -64,7 +64,7 @@ class _Ahead(NamedTuple):
 
     def plus(self, sequence: Sequence) -> _Ahead:
         """Add another prompt."""
-        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        num_left = sequence.num_prefill_tokens_left
         largest = (self.most_tokens, self.request_id)
         if num_left > self.most_tokens:
             largest = (num_left, sequence.request_id)

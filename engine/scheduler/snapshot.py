@@ -131,9 +131,7 @@ def worker_snapshot(
         owes=roles.cores.awaits(name) or bool(owed),
         num_sequences=len(own),
         num_prefilling=len(prefilling),
-        num_prompt_tokens_left=sum(
-            one.num_prompt_tokens - one.num_computed_tokens for one in prefilling
-        ),
+        num_prompt_tokens_left=sum(one.num_prefill_tokens_left for one in prefilling),
         oldest_arrived_ns=min((one.stamps.arrived_ns for one in own), default=None),
     )
 

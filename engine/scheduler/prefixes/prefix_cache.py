@@ -290,7 +290,7 @@ class PrefixCache:
             borders = [b for b in other.snapshots_at if computed < b <= common]
             common = max(borders, default=0)
         gain = common - max(hits.get(kv_pool.name, 0), computed)
-        left = other.num_prompt_tokens - computed
+        left = other.num_prefill_tokens_left
         if gain <= 0 or left <= 0:
             return False
         chunk = other.max_chunk_tokens or self._max_step_tokens

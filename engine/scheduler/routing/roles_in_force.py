@@ -308,7 +308,7 @@ class Roles:
             if sequence.worker != worker:
                 continue
             if sequence.phase is Phase.PREFILLING:
-                tokens += max(sequence.num_prompt_tokens - sequence.num_computed_tokens, 1)
+                tokens += sequence.num_prefill_tokens_left
                 longest = max(longest, sequence.num_tokens)
             else:
                 batch += 1
@@ -354,8 +354,7 @@ class Roles:
         for sequence in running:
             worker = sequence.stages[-1].worker
             if sequence.phase is Phase.PREFILLING and sequence.worker is not None:
-                left = sequence.num_prompt_tokens - sequence.num_computed_tokens
-                tokens[sequence.worker] += left
+                tokens[sequence.worker] += sequence.num_prefill_tokens_left
                 if len(sequence.stages) == 1:
                     continue
             batches[worker] += 1

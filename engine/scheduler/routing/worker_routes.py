@@ -189,7 +189,7 @@ class Routes:
         ]
         if not near:
             return ()
-        if sequence.num_computed_tokens < sequence.num_prompt_tokens:
+        if sequence.num_prefill_tokens_left:
             return route_stages(sequence, near[0])
         return route_stages(sequence, Pair(near[0].decode, near[0].decode))
 
@@ -211,7 +211,7 @@ class Routes:
                 if one.worker not in prefills
                 and not one.is_on_probation
                 and one.spares_streams_at != one.worker
-                and one.num_computed_tokens + MIN_CHUNK_TOKENS < one.num_prompt_tokens
+                and one.num_prefill_tokens_left > MIN_CHUNK_TOKENS
             ]
         return [
             one for one in near if one.worker in prefills and one.stages[-1].worker == one.worker

@@ -302,8 +302,13 @@ class Sequence:
                 return Phase.HANDING_OFF
             case Ended():
                 return Phase.FINISHED
-        is_prompt = self.num_computed_tokens < self.num_prompt_tokens
-        return Phase.PREFILLING if is_prompt else Phase.DECODING
+        return Phase.PREFILLING if self.num_prefill_tokens_left else Phase.DECODING
+
+    @property
+    def num_prefill_tokens_left(self) -> int:
+        """Known tokens to compute before it decodes: prompt, and outputs if it lost its blocks."""
+        known = max(self.num_prompt_tokens, self.num_tokens - 1)
+        return max(known - self.num_computed_tokens, 0)
 
     @property
     def route(self) -> str | None:

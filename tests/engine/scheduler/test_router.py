@@ -497,6 +497,31 @@ def test_a_worker_that_never_comes_back_is_done_without(arm, role, after_ticks, 
     world.assert_all_free()
 
 
+def test_outputs_that_are_computed_again_stay_with_prompts_when_decode_comes_back(monkeypatch):
+    monkeypatch.setattr("engine.scheduler.routing.worker_routes.MIN_CHUNK_TOKENS", 4)
+    world = World("alias", num_blocks=17)
+    world.kill("decode")
+    sequences = [world.sequence(10, 40), world.sequence(10, 40)]
+    world.submit(*sequences)
+    while not world.router.at.paused:
+        world.tick()
+    (paused,) = world.router.at.paused.values()
+    while paused.worker is None:
+        world.tick()
+    world.workers["prefill"].max_num_batched_tokens = 1
+    while paused.num_computed_tokens <= paused.num_prompt_tokens:
+        world.tick()
+    assert (paused.worker, paused.phase) == ("prefill", Phase.PREFILLING)
+    assert paused.num_prefill_tokens_left > 4
+    world.revive("decode")
+    while paused.num_prefill_tokens_left > 4:
+        assert paused.worker in ("prefill", None)
+        world.tick()
+    world.run()
+    assert [stage.worker for stage in paused.stages] == ["prefill", "decode"]
+    assert world.emitted[paused.seq_id] == expected_tokens(paused)
+
+
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_a_copy_that_fails_is_held_against_its_link_unless_the_pool_is_gone(is_dead):
     world = World("gpu peer")
