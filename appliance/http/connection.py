@@ -14,6 +14,7 @@ import contextlib
 import enum
 import http
 import logging
+import re
 import socket
 import sys
 import time
@@ -35,7 +36,8 @@ from appliance.daemon.survival.keeper_channel import REPLY, notify, unused_name
 from appliance.daemon.survival.kept_replies import LeftReply, ReplyTransport, forget
 from appliance.daemon.survival.reply_file import ReplyFile
 from appliance.http.access import Credentials
-from appliance.http.gate import SECRETS, ClientLine, headers_too_large, key_digests
+from appliance.http.bursts import Bursts
+from appliance.http.gate import MAX_HEAD_BYTES, SECRETS, ClientLine, headers_too_large, key_digests
 from appliance.http.rejected_connections import too_many_connections
 from engine.errors import RequestError, Unavailable
 
@@ -79,6 +81,7 @@ class ConnectionPhase(enum.Enum):
     """The daemon's reply."""
 
 
+_KEY = re.compile(rb"\r\n(?:authorization|x-api-key|api-key):[ \t]*([^\r\n]+)", re.IGNORECASE)
 SILENT_S = 5.0
 """After which a connection that has asked nothing yields to another."""
 _UNTIMED = (ConnectionPhase.IDLE, ConnectionPhase.REPLY)
@@ -119,6 +122,7 @@ class ClientProtocol(H11Protocol):
         credentials: Credentials | None,
         check_key: Callable[[str], None],
         refuse_early: RefuseEarly,
+        bursts: Bursts,
         *,
         keeps: bool = False,
         left: LeftReply | None = None,
@@ -131,6 +135,7 @@ class ClientProtocol(H11Protocol):
             credentials: the peer's; None on TCP.
             check_key: raises RequestError if the key of that name may have no more connections.
             refuse_early: see RefuseEarly.
+            bursts: of requests that begin to arrive, on all connections.
             keeps: whether replies are to outlive the daemon.
             left: the reply of a dead daemon that this connection is for.
         """
@@ -157,7 +162,9 @@ class ClientProtocol(H11Protocol):
         self.key: str | None = None
         """Name of the last valid key that was sent."""
         self._check_key = check_key
-        self._refuse_early = refuse_early
+        self._refuse_early, self._bursts = refuse_early, bursts
+        self._turn: asyncio.Task[None] | None = None
+        """Waits to begin a request of which something has come."""
         self._limits = limits
         self._is_half_closed = False
         self._is_lingering = False
@@ -274,24 +281,44 @@ class ClientProtocol(H11Protocol):
         cast(ReplyTransport, self.transport).end_file()
 
     def data_received(self, data: bytes) -> None:
-        """Count the bytes; refuse early while the queue is full."""
+        """Count the bytes; refuse early while the queue is full; let requests begin in turns."""
         if self._left is not None:
             return  # nothing but an end is expected of its client
         self._num_received += len(data)
         if self._is_lingering:
             return
         is_between = self.conn.our_state is h11.IDLE and not self.conn.trailing_data[0]
-        if (
-            is_between
-            and self.credentials is not None
-            and self._phase() is not ConnectionPhase.UNREAD
-        ):
-            reply = self._refuse_early(data, self.credentials)
-            if reply is not None:
-                self.transport.write(reply)
-                self._num_requests += 1
-                self._wait_for_next()
-                return
+        if not is_between:
+            self._parse(data)
+        elif not self._is_refused(data):
+            if data.startswith(b"GET ") or self._bursts.begins_at_once():
+                self._parse(data)
+            else:
+                self.flow.pause_reading()
+                self._unset_keepalive_if_required()
+                self._turn = self.loop.create_task(self._begin_in_turn(data))
+
+    async def _begin_in_turn(self, data: bytes) -> None:
+        key = _KEY.search(data, 0, MAX_HEAD_BYTES)
+        await self._bursts.begin((self.caller, key and key[1]))
+        self._turn = None
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if not self._is_refused(data):
+                self._parse(data)
+
+    def _is_refused(self, data: bytes) -> bool:
+        """Refuse a request that has come whole while the queue is full."""
+        if self.credentials is None or self._phase() is ConnectionPhase.UNREAD:
+            return False
+        reply = self._refuse_early(data, self.credentials)
+        if reply is not None:
+            self.transport.write(reply)
+            self._num_requests += 1
+            self._wait_for_next()
+        return reply is not None
+
+    def _parse(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is h11.SEND_BODY and self._num_announced():
             # a too large chunk may never arrive: wake the body's reader to check it now
@@ -381,10 +408,15 @@ class ClientProtocol(H11Protocol):
         A close that crosses a request on its way would be a refusal. An idle or new connection may
         therefore send one more request, whose reply announces the close.
         """
-        if self._mark is None or self._phase() in (
-            ConnectionPhase.HEAD,
-            ConnectionPhase.BODY,
-            ConnectionPhase.IDLE,
+        if (
+            self._mark is None
+            or self._turn is not None
+            or self._phase()
+            in (
+                ConnectionPhase.HEAD,
+                ConnectionPhase.BODY,
+                ConnectionPhase.IDLE,
+            )
         ):
             return False
         if not self._is_lingering:
@@ -474,6 +506,7 @@ class ClientProtocol(H11Protocol):
         if self.flow.write_paused and not self.cycle.disconnected:
             await self.flow.drain()
         if part and not self.cycle.disconnected:
+            self._bursts.streams.wrote()
             is_chunked = self.scope["http_version"] == "1.1"
             self.transport.write(_chunk(part) if is_chunked else part)
 
@@ -498,6 +531,8 @@ class ClientProtocol(H11Protocol):
         is_answered = self.cycle is None or self.cycle.response_complete
         if self.flow.write_paused or self.transport.is_closing():
             return ConnectionPhase.UNREAD
+        if self._turn is not None:
+            return ConnectionPhase.REPLY
         if self.conn.their_state is h11.SEND_BODY:
             if is_answered or self._is_lingering:
                 return ConnectionPhase.LINGER

@@ -25,7 +25,7 @@ from appliance.daemon.survival.keeper_channel import BUSY_LOOP
 from appliance.http.access import AccessPolicy, Credentials
 from appliance.http.api_keys import key_digest
 from appliance.http.body_encoding import body_decoder
-from appliance.http.bursts import Bursts
+from appliance.http.bursts import Bursts, Streams
 from appliance.http.cross_origin import (
     allowed_origin,
     header_values,
@@ -92,7 +92,8 @@ class Gate:
         """Bytes of incomplete bodies, by owner."""
         self.decoding: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """The turn of each owner whose compressed bodies are being read."""
-        self.bursts = Bursts()
+        self.streams = Streams()
+        self.bursts = Bursts(self.streams)
         self.is_open = asyncio.Event()
         """Until it is set, requests that change something wait; reads pass."""
         self._app = app

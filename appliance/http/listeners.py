@@ -31,7 +31,7 @@ BACKLOG = 4096
 MAX_PATH_BYTES = 107
 """sun_path has 108 bytes, the last one zero."""
 LOCK_PATIENCE_S = 5.0
-ACCEPTS_PER_TURN = 32
+ACCEPTS_PER_TURN = 8
 """Maximum accepts per turn of the loop; a flood must leave time for open connections."""
 ACCEPT_PAUSE_S = 1.0
 FIRST_INHERITED_FD = 3

@@ -26,6 +26,7 @@ from appliance.daemon.requests.request import Peer, Role
 from appliance.daemon.survival.keeper_channel import has_keeper
 from appliance.daemon.survival.kept_replies import LeftReply
 from appliance.http.access import AccessPolicy, Credentials, credentials_of, program_of
+from appliance.http.bursts import Bursts
 from appliance.http.connection import ClientLimits, ClientProtocol
 from appliance.http.gate import MAX_HEAD_BYTES, Gate
 from appliance.http.listeners import Acceptor, ListenerCloser
@@ -85,6 +86,7 @@ class ApiServer:
             ListenerCloser(listener, is_inherited=listener in inherited) for listener in listeners
         ]
         self._gate = Gate(app, policy or AccessPolicy(), self._on_refused)
+        self._bursts = Bursts(self._gate.streams)
         self._limits = limits or ClientLimits()
         self._config = uvicorn.Config(
             self._gate,
@@ -300,6 +302,7 @@ class ApiServer:
             who,
             self._check_key,
             self._refuse_early,
+            self._bursts,
             keeps=has_keeper() and not is_encrypted,
             left=left,
         )

@@ -74,6 +74,7 @@ class Reader:
     def __init__(self, program: tuple[str, ...] = PROGRAM) -> None:
         self._program = program
         self._starting, self._one_at_a_time = threading.Lock(), threading.Lock()
+        self._one_late_at_a_time = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._owner = 0
@@ -109,7 +110,8 @@ class Reader:
         try:
             return self._done(job, body, YIELDING).decode()
         except _Late:
-            return self._done(job, body, FORKED).decode()
+            with self._one_late_at_a_time:  # two would take cores from one step in turns
+                return self._done(job, body, FORKED).decode()
 
     def read_model(
         self, job: str, path: bytes, *args: Any, kept: socket.socket | None = None

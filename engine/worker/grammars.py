@@ -1,13 +1,15 @@
 """Compile grammars and compute their masks beside the steps, on two threads.
 
 llguidance releases the interpreter while it works, so a mask costs the step nothing as long as the
-forward pass takes longer. Compilation has a thread of its own, so that masks do not wait for it.
+forward pass takes longer. Compilation has a thread of its own, so that masks do not wait for it. It
+stands back from the steps, for which others wait.
 
 Invariant: a matcher is used by one thread at a time: first the compiler's, then the one for masks.
 """
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +19,7 @@ from engine.text.grammar_matcher import GrammarTokenizer, Matcher
 from engine.worker.worker_request import WorkerRequest
 
 _MAX_COMPILED = 16
+COMPILER_NICE = 10
 
 Mask = bytes | None
 Masks = list[Mask] | GrammarError
@@ -34,7 +37,7 @@ class Grammars:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: GrammarTokenizer | None = None
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()
-        self._compiler = ThreadPoolExecutor(1, "grammar-compiler")
+        self._compiler = ThreadPoolExecutor(1, "grammar-compiler", _stand_back)
         self._follower = ThreadPoolExecutor(1, "grammar-masks")
 
     def compile(self, grammar: str) -> Future[Matcher]:
@@ -56,6 +59,11 @@ class Grammars:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         return self._compiled[grammar].copy()
+
+
+def _stand_back() -> None:
+    """Give this thread, of all of the process, less of a core than steps that want it."""
+    os.nice(max(COMPILER_NICE - os.nice(0), 0))
 
 
 def _masks(sequence: WorkerRequest) -> Masks:

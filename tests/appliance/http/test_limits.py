@@ -23,6 +23,7 @@ from appliance.daemon.requests.request import Role
 from appliance.http import connection, gate, listeners, rejected_connections, server
 from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import ApiKey, new_key, read_keys
+from appliance.http.bursts import Bursts
 from appliance.http.connection import ClientLimits, ClientProtocol
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
@@ -482,6 +483,57 @@ async def test_of_many_late_clients_a_few_are_cut_at_one_look(running, monkeypat
     replies = await asyncio.gather(*(running.say(post()[:-1]) for _ in range(10)))
     assert {code_of(reply) for reply in replies} == {(400, "request_timeout")}
     assert max(cut_at.values()) == 3
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Owners of requests that wait for their turn, and what lets them begin."""
+    owners, has_turn, begin = [], asyncio.Event(), Bursts.begin
+
+    async def wait(self, owner):
+        owners.append(owner)
+        await has_turn.wait()
+        await begin(self, owner)
+
+    monkeypatch.setattr(Bursts, "begins_at_once", lambda _self: has_turn.is_set())
+    monkeypatch.setattr(Bursts, "begin", wait)
+    return owners, has_turn
+
+
+async def test_in_a_burst_requests_wait_before_they_are_parsed_and_a_probe_does_not(running, held):
+    owners, has_turn = held
+    body = b"x" * (MAX_BODY_BYTES // 2)
+    told = [asyncio.create_task(running.say(post(body)[:-1])) for _ in range(3)]
+    await until(lambda: len(owners) == 3)
+    probe = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    assert b" 200 " in await running.say(probe)
+    await asyncio.sleep(3 * QUICK.head_s)  # it is the server's turn
+    assert all(not connection.retire() for connection in running.server._connections)
+    assert not any(task.done() for task in told)
+    has_turn.set()
+    assert {code_of(each) for each in await asyncio.gather(*told)} == {(400, "request_timeout")}
+
+
+async def test_who_leaves_before_its_turn_is_forgotten(running, held):
+    owners, has_turn = held
+    _reader, writer = await running.connect()
+    writer.write(post())
+    await until(lambda: owners)
+    writer.close()
+    await until(lambda: not running.server._connections)
+    has_turn.set()
+    assert await running.works()
+    assert len(running.appliance.submitted) == 1
+
+
+async def test_the_keys_of_tcp_clients_take_turns(running, held):
+    owners, has_turn = held
+    extras = ("Authorization: Bearer one\r\n", "x-api-key:  two\r\n", "")
+    told = [asyncio.create_task(running.say(post(extra=each), tcp=True)) for each in extras]
+    await until(lambda: len(owners) == 3)
+    assert {key for _caller, key in owners} == {b"Bearer one", b"two", None}
+    has_turn.set()
+    await asyncio.gather(*told)
 
 
 async def test_a_head_that_trickles_in_is_cut(running):

@@ -352,3 +352,21 @@ def test_templates_of_several_models_take_turns():
     assert len(set(texts)) == len(texts)
     assert [template.render([USER]) for template in templates] == texts
     assert READER.pid is not None
+
+
+def test_of_jobs_that_find_no_idle_core_one_at_a_time_gets_a_share_of_busy_ones(monkeypatch):
+    reader, at_once, most = Reader(), [], []
+
+    def read(job, body, how, kept):
+        if how == reading.YIELDING:
+            raise reading._Late
+        at_once.append(job)
+        most.append(len(at_once))
+        time.sleep(0.01)
+        at_once.pop()
+        return b"done"
+
+    monkeypatch.setattr(reader, "_read", read)
+    jobs = [in_thread(lambda: reader.read("constraint")) for _ in range(3)]
+    assert [wait() for wait in jobs] == ["done"] * 3
+    assert most == [1, 1, 1]

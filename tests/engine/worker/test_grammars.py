@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from engine.text.grammar import GrammarError, choice_grammar, lark_grammar
 from engine.text.grammar_matcher import GrammarTokenizer, Matcher
 from engine.text.tokenizer import Tokenizer
+from engine.worker import grammars as grammars_module
 from engine.worker.grammars import Grammars
 from tests.tiny_tokenizers import byte_level
 
@@ -59,3 +61,19 @@ def test_a_grammar_without_a_first_token_is_an_error_of_its_sequence_alone(gramm
     bad, masks = grammars.masks([sequence(fails), sequence(good)]).result()
     assert isinstance(bad, GrammarError)
     assert len(masks) == 1
+
+
+def test_compilers_stand_back_from_steps_and_masks_do_not(grammars, monkeypatch):
+    own, seen = os.nice(0), []
+    monkeypatch.setattr(grammars_module, "COMPILER_NICE", own + 1)
+    allowed = Matcher.allowed_along
+
+    def watched(self, output_ids, draft):
+        seen.append(os.nice(0))
+        return allowed(self, output_ids, draft)
+
+    monkeypatch.setattr(Matcher, "allowed_along", watched)
+    compiled = grammars.compile(choice_grammar(["yes"]))
+    compiled.result()
+    grammars.masks([sequence(compiled)]).result()
+    assert (seen, os.nice(0)) == ([own + 1, own], own)
