@@ -20,8 +20,7 @@ from tests.test_exactness import assert_all_same, prompts
 
 PROMPTS = [[(5 * i + 3 * j) % 280 + 5 for j in range(70 + 40 * i)] for i in range(3)]
 CORES = available_cores()
-TWO = f"{CORES[0]}+{CORES[-1]}"
-STATIC = ("--roles", "static", "--place", f"prefill={TWO} decode={TWO} forced")
+ONE, TWO = f"{CORES[-1]}", f"{CORES[0]}+{CORES[-1]}"
 
 
 def answers(daemon: Daemon) -> list[list[int]]:
@@ -77,24 +76,44 @@ def test_a_worker_of_two_processes_answers_as_one_does(
 def test_the_death_of_either_process_is_that_of_both_and_streams_go_on(
     alone: Daemon, rank: int
 ) -> None:
+    dies_within_a_stream(alone, rank)
+
+
+def test_so_is_the_death_of_any_of_four_that_divide_codes(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "tiny", **SHAPE, num_key_value_heads=4)
+    path, meant = write_quantised(folder, "int4-32", tmp_path)
+    settings = (*ALONE, "--place", f"colocated={TWO}+{TWO} forced", "--dtype", "float32")
+    daemon, oracle = Daemon(tmp_path / "daemon", *settings, model=path), load_oracle(meant)
+    cases = [(prompt, 12) for prompt in prompts([3, 64, 130])]
+    try:
+        assert_all_same(daemon.wait_ready(), oracle, cases)
+        assert len(pids(daemon, "colocated")) == 4
+        dies_within_a_stream(daemon, 2)
+        assert_all_same(daemon, oracle, cases)
+    finally:
+        daemon.stop()
+
+
+def dies_within_a_stream(daemon: Daemon, rank: int) -> None:
+    """Kill one process of a worker while a reply comes; assert that nothing is lost."""
     draw = {"max_tokens": 120, "ignore_eos": True, "temperature": 1.0, "seed": 7}
-    expected = alone.complete(PROMPTS[0], **draw)["choices"][0]["token_ids"]
-    both, begun, tokens = pids(alone, "colocated"), threading.Event(), list[int]()
+    expected = daemon.complete(PROMPTS[0], **draw)["choices"][0]["token_ids"]
+    all_pids, begun, tokens = pids(daemon, "colocated"), threading.Event(), list[int]()
 
     def read() -> None:
-        for event in alone.stream(PROMPTS[0], **draw):
+        for event in daemon.stream(PROMPTS[0], **draw):
             tokens.extend(event["choices"][0]["token_ids"])
             begun.set()
 
     reader = threading.Thread(target=read)
     reader.start()
     assert begun.wait(60)
-    os.kill(both[rank], signal.SIGKILL)
+    os.kill(all_pids[rank], signal.SIGKILL)
     reader.join(120)
     assert tokens == expected
-    assert not any(is_alive(pid) for pid in both)
-    assert not set(pids(alone, "colocated")) & set(both)
-    alone.assert_all_free()
+    assert not any(is_alive(pid) for pid in all_pids)
+    assert not set(pids(daemon, "colocated")) & set(all_pids)
+    daemon.assert_all_free()
 
 
 def hand_over(daemon: Daemon, transport: str, check: Callable[[], None]) -> None:
@@ -113,22 +132,34 @@ def hand_over(daemon: Daemon, transport: str, check: Callable[[], None]) -> None
         daemon.stop()
 
 
-def test_groups_hand_over_to_each_other(
-    tiny_llama: Path, tmp_path: Path, by_one: list[list[int]]
+@pytest.mark.parametrize("transport", ["alias", "peer"])
+def test_a_group_hands_over_to_one_process(
+    tiny_llama: Path, tmp_path: Path, by_one: list[list[int]], transport: str
 ) -> None:
-    daemon = Daemon(tmp_path, *STATIC, "--transport", "alias", model=tiny_llama)
+    place = ("--roles", "static", "--place", f"prefill={TWO} decode={ONE} forced")
+    daemon = Daemon(tmp_path, *place, "--transport", transport, model=tiny_llama)
 
     def check() -> None:
         assert answers(daemon) == by_one
 
-    hand_over(daemon, "alias", check)
+    hand_over(daemon, transport, check)
+
+
+def test_recurrent_states_are_divided_and_handed_over(tmp_path: Path) -> None:
+    """By one group to another."""
+    folder = make_checkpoint(tmp_path / "tiny", "qwen3_5_text")
+    place = ("--roles", "static", "--place", f"prefill={TWO} decode={TWO} forced")
+    settings = (*place, "--transport", "peer", "--dtype", "float32")
+    daemon, oracle = Daemon(tmp_path / "daemon", *settings, model=folder), load_oracle(folder)
+    cases = [(prompt, 12) for prompt in prompts([3, 64, 130])]
+    hand_over(daemon, "peer", lambda: assert_all_same(daemon, oracle, cases))
 
 
 def test_codes_are_divided_and_what_they_mean_is_served(tmp_path: Path) -> None:
     """By two processes that prefill, and one that decodes."""
     folder = make_checkpoint(tmp_path / "tiny", **SHAPE)
     path, meant = write_quantised(folder, "int4-32", tmp_path)
-    place = f"prefill={TWO} decode={CORES[-1]} forced"
+    place = f"prefill={TWO} decode={ONE} forced"
     settings = ("--roles", "static", "--place", place, "--transport", "shm", "--dtype", "float32")
     daemon, oracle = Daemon(tmp_path / "daemon", *settings, model=path), load_oracle(meant)
     cases = [(prompt, 12) for prompt in prompts([3, 64, 130])]
@@ -136,18 +167,19 @@ def test_codes_are_divided_and_what_they_mean_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "about"),
+    ("place", "more", "about"),
     [
-        (f"colocated={TWO}+{TWO}+{TWO}+{TWO} forced", "8 processes"),
-        ("colocated=0+999 forced", "core 999"),
-        ("colocated=0+ forced", "place"),
-        ("colocated=0+cuda:0 forced", "cores alone"),
+        (f"{TWO}+{TWO}+{TWO}+{TWO}", (), "8 processes"),
+        ("0+999", (), "core 999"),
+        ("0+", (), "place"),
+        ("0+cuda:0", (), "cores alone"),
+        (TWO, ("--offload-weights", "1MiB"), "leave out --offload-weights"),
     ],
 )
 def test_what_cannot_be_a_group_is_refused_before_anything_loads(
-    tiny_llama: Path, tmp_path: Path, place: str, about: str
+    tiny_llama: Path, tmp_path: Path, place: str, more: tuple[str, ...], about: str
 ) -> None:
-    settings = ("--roles", "colocated", "--place", place)
+    settings = ("--roles", "colocated", "--place", f"colocated={place} forced", *more)
     for verb in (("serve", "--check-config"), ("serve", "--no-log-text")):
         ended = penstock(user_environ(tmp_path), *verb, str(tiny_llama), *settings)
         assert (ended.returncode, about in ended.stderr) == (78, True), ended.stderr

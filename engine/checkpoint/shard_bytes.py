@@ -86,7 +86,7 @@ def held_parts(
         return
     for shard in range(count):
         if cut.by == "rows":
-            runs = [end - first for first, end in cut.rows(shard, count)]
+            runs = [end - first for first, end in cut.spans(shard, count)]
             yield _held(*how, sum(runs), depth, is_in_place=len(runs) == 1)
         else:
             columns = depth // count if cut.by == "columns" else depth

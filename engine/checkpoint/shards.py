@@ -26,14 +26,14 @@ MAX_SHARDS = 4
 
 
 class Cut(NamedTuple):
-    """How a tensor is cut: within each run of its rows, by columns, or not: the first has it."""
+    """How a tensor is cut: within runs of its rows or columns, or not: the first has it."""
 
     by: Literal["rows", "columns", "none"]
     runs: tuple[int, ...] = ()
-    """Rows of each run; a shard has an equal part of each."""
+    """Rows or columns of each run; a shard has an equal part of each."""
 
-    def rows(self, shard: int, num_shards: int) -> Iterator[tuple[int, int]]:
-        """Yield the first row, and the one behind the last, of a shard's part of each run."""
+    def spans(self, shard: int, num_shards: int) -> Iterator[tuple[int, int]]:
+        """Yield the first, and the one behind the last, of a shard's part of each run."""
         start = 0
         for size in self.runs:
             yield start + size * shard // num_shards, start + size * (shard + 1) // num_shards
@@ -69,7 +69,8 @@ def _pieces_of_rows(checkpoint: Checkpoint) -> Iterator[int]:
         cut = None if form is None else cut_of(checkpoint.config, name, tensor.shape)
         if form is not None and cut is not None and cut.by == "columns":
             size = BLOCK_VALUES if FORMS[form].head_bytes else FORMS[form].group
-            yield 1 if tensor.shape[1] % size else tensor.shape[1] // size
+            for columns in cut.runs:
+                yield 1 if columns % size else columns // size
 
 
 def kept_form(name: str, tensor: TensorInfo) -> str | None:
@@ -87,9 +88,6 @@ def why_no_shards(checkpoint: Checkpoint) -> str | None:
     experts = config.experts
     forms = [form for form in map(form_of, checkpoint.tensors.values()) if form is not None]
     reasons = {
-        "its recurrent layers read value heads in turn": (
-            config.delta is not None and config.delta.is_output_tiled
-        ),
         "its layers have inputs of their own": config.layer_inputs is not None,
         "its layers' heads differ": len(set(config.heads)) > 1,
         "it norms all heads together": config.family.qk_norm == "projection",
@@ -145,7 +143,7 @@ def cut_of(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Cut | None
     *_, module, kind = name.split(".")
     ins, outs = _cut_modules(config, is_attention=".self_attn." in name, in_expert=_in_expert(name))
     if module in outs:
-        return Cut("columns") if kind == "weight" else Cut("none")
+        return Cut("columns", shape[1:]) if kind == "weight" else Cut("none")
     return Cut("rows", _runs(config, module, shape[0])) if module in ins else None
 
 
@@ -154,7 +152,8 @@ def _cut_of_delta(delta: GatedDeltaConfig, part: str, shape: tuple[int, ...]) ->
     if part == "norm.weight":
         return None
     if part == "out_proj.weight":
-        return Cut("columns")
+        turns = delta.num_value_heads // delta.num_key_heads if delta.is_output_tiled else 1
+        return Cut("columns", (delta.all_values // turns,) * turns)
     if part in ("in_proj_qkv.weight", "conv1d.weight"):
         return Cut("rows", (delta.all_keys, delta.all_keys, delta.all_values))
     return Cut("rows", shape[:1])

@@ -7,7 +7,7 @@ Invariant: the parts' values are the format's in float32: (code - zero) * scale.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,26 +73,34 @@ class Parts(NamedTuple):
         """Take columns [first, end) of all rows; they begin and end between groups, and blocks."""
         depth = self.codes.shape[1]
 
-        def cut(each: torch.Tensor | None) -> torch.Tensor | None:
-            if each is None:
-                return None
+        def cut(each: torch.Tensor) -> torch.Tensor:
             count = each.shape[1]
             return each[:, first * count // depth : end * count // depth]
 
-        codes, scales = self.codes[:, first:end].contiguous(), cut(self.scales)
-        assert scales is not None
-        return self._replace(
-            codes=codes,
-            scales=scales,
-            minimums=cut(self.minimums),
-            heads=cut(self.heads),
-            head_minimums=cut(self.head_minimums),
-            zeros=cut(self.zeros),
-        )
+        found: dict[str, Any] = {name: cut(each) for name, each in self._by_columns.items()}
+        return self._replace(**found | {"codes": found["codes"].contiguous()})
+
+    @property
+    def _by_columns(self) -> dict[str, torch.Tensor]:
+        """What belongs to some columns each: all but a row's own factors."""
+        names = "codes", "scales", "minimums", "heads", "head_minimums", "zeros"
+        found = {name: getattr(self, name) for name in names}
+        return {name: each for name, each in found.items() if each is not None}
+
+
+def joined_columns(parts: Sequence[Parts]) -> Parts:
+    """Join columns of the same rows that were read in several runs."""
+    if len(parts) == 1:
+        return parts[0]
+    runs = [each._by_columns for each in parts]
+    joined: dict[str, Any] = {name: torch.cat([run[name] for run in runs], 1) for name in runs[0]}
+    return parts[0]._replace(**joined)
 
 
 def joined_rows(parts: Sequence[Parts]) -> Parts:
     """Join rows of one matrix that were read in several runs."""
+    if len(parts) == 1:
+        return parts[0]
     columns = zip(*parts, strict=True)
     return Parts._make(torch.cat(each) if torch.is_tensor(each[0]) else each[0] for each in columns)
 

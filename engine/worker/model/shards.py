@@ -178,12 +178,10 @@ def load_shards(
 
 def _part(source: Stored, cut: Cut, shard: int, count: int) -> StoredPart:
     """Find a shard's part of a tensor."""
+    all_rows, spans = [(0, source.num_rows)], list(cut.spans(shard, count))
     if cut.by == "columns":
-        size = source.depth
-        columns = size * shard // count, size * (shard + 1) // count
-        return StoredPart(source, [(0, source.num_rows)], columns)
-    runs = [(0, source.num_rows)] if cut.by == "none" else list(cut.rows(shard, count))
-    return StoredPart(source, runs)
+        return StoredPart(source, all_rows, spans)
+    return StoredPart(source, spans if cut.by == "rows" else all_rows)
 
 
 def _looked_up(source: Stored, dtype: str) -> Weight:

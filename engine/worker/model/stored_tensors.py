@@ -11,7 +11,13 @@ from math import prod
 import torch
 
 from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
-from engine.worker.model.dequantise import Parts, SeparateMatrix, joined_rows, parts_of
+from engine.worker.model.dequantise import (
+    Parts,
+    SeparateMatrix,
+    joined_columns,
+    joined_rows,
+    parts_of,
+)
 
 GROUP = 32
 _DRAWN_IN = (1.0, 0.95, 0.9, 0.85)
@@ -187,29 +193,38 @@ class StoredPart:
 
     Args:
         runs: of rows, each as the first one and the one behind the last.
-        columns: the first one and the one behind the last, between groups of codes; None: all.
+        columns: runs of columns, which begin and end between groups of codes; None: all.
     """
 
     def __init__(
         self,
         stored: Stored,
         runs: Sequence[tuple[int, int]],
-        columns: tuple[int, int] | None = None,
+        columns: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self._stored, self._runs, self._columns = stored, runs, columns
         self.num_rows = sum(end - first for first, end in runs)
-        self.depth = stored.depth if columns is None else columns[1] - columns[0]
+        self.depth = sum(end - first for first, end in columns or [(0, stored.depth)])
 
     def rows(self, first: int, end: int) -> torch.Tensor:
         """Values of rows [first, end), as Stored's; a view of the file where they lie there."""
         found = [self._stored.rows(*run) for run in self._within(first, end)]
         rows = found[0] if len(found) == 1 else torch.cat(found)
-        return rows if self._columns is None else rows[:, slice(*self._columns)]
+        if self._columns is None:
+            return rows
+        columns = [rows[:, slice(*run)] for run in self._columns]
+        return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
     def parts(self, first: int, end: int, form: str | None) -> Parts:
         """Read rows as codes and scales, as Stored does."""
-        found = [self._stored.parts(*run, form, self._columns) for run in self._within(first, end)]
-        return found[0] if len(found) == 1 else joined_rows(found)
+        runs = list(self._within(first, end))
+        wanted: Sequence[tuple[int, int] | None] = self._columns or [None]
+        return joined_columns(
+            [
+                joined_rows([self._stored.parts(*run, form, columns) for run in runs])
+                for columns in wanted
+            ]
+        )
 
     def _within(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield the stored rows, in runs, of this part's rows [first, end)."""

@@ -18,16 +18,18 @@ def is_mapped(weight):
     return weight.data.untyped_storage().nbytes() > weight.data.nbytes
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "tied", "q8_0", "mixture"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "tied", "q8_0", "tiled", "mixture"])
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     kind = request.param
     stored = "bfloat16" if kind in ("bfloat16", "tied") else "float32"
-    family = {"mixture": "qwen3_moe", "tied": "qwen2"}.get(kind, "llama")
-    wide = WIDE if family != "qwen3_moe" else {}
+    family = {"mixture": "qwen3_moe", "tied": "qwen2", "tiled": "qwen3_5_text"}.get(kind, "llama")
+    wide = {"mixture": {}, "tiled": WIDE | {"linear_value_head_dim": 32}}.get(kind, WIDE)
     tied = {"tie_word_embeddings": True} if kind == "tied" else {}
     made = make_checkpoint(folder / "model", family, stored, **wide, **tied)
-    return Checkpoint.open(write_gguf(made, folder / "m.gguf", "Q8_0") if kind == "q8_0" else made)
+    if kind in ("q8_0", "tiled"):
+        made = write_gguf(made, folder / "m.gguf", "Q8_0")
+    return Checkpoint.open(made)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

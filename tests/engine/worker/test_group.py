@@ -6,6 +6,8 @@ import time
 import pytest
 import torch
 
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.shards import why_no_shards
 from engine.errors import WorkerFailed
 from engine.kernels.cpu import WIDENED, ProductVariants, load_kernels
 from tests.checkpoints import load_oracle, make_checkpoint
@@ -123,8 +125,15 @@ def test_nor_do_they_in_bfloat16(bfloat16_folder, variants):
         group.stop()
 
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 2}  # fmt: skip
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "num_hidden_layers": 2}  # fmt: skip
+HYBRID = {
+    **WIDE,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 32,
+}
 QUANTISED = ("Q8_0", "Q4_0", "fp8-blocks", "fp8-rows", "int4-32", "int4-128-zeros", "int4-rows",
              "int8-packed", "gptq-32", "gptq-order", "nvfp4", "awq")  # fmt: skip
 
@@ -135,31 +144,36 @@ def wide_folder(tmp_path_factory):
 
 
 def quantised_as(kind, folder, into):
+    if kind in ("hybrid", "tiled"):
+        family = {"hybrid": "qwen3_next", "tiled": "qwen3_5_text"}[kind]
+        folder = make_checkpoint(into / "hybrid", family, **HYBRID)
+        return folder if kind == "hybrid" else write_gguf(folder, into / "model.gguf", "Q8_0")
     if kind[0].isupper():
         return write_gguf(folder, into / "model.gguf", kind)
     return write_quantised(folder, kind, into)[0]
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kind", [*QUANTISED, "tiled"])
 def test_shards_of_codes_are_the_whole_matrices(kind, wide_folder, tmp_path):
     """Against a worker of one process, which widens what it reads."""
     path = quantised_as(kind, wide_folder, tmp_path)
+    assert why_no_shards(Checkpoint.open(path)) is None
     group, whole = Group(path, 1), transformer_of(path)
-    assert group.model.config.num_layers == 2
+    assert (group.model.config.num_layers, group.reduction.shape.num_shards) == (2, 4)
     ids = random_ids(torch.Generator().manual_seed(3), 70)
     pools = pool_of(group), Pool(whole, BLOCK_SIZE, torch.Generator().manual_seed(1))
     made = [pool.step([(ids, 0, pool.table(len(ids)))]) for pool in pools]
     assert_same_predictions(*made, tolerance=5e-4)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "gptq-32", "qwen3_next"])
-def test_nor_do_they_where_codes_or_states_are_divided(kind, wide_folder, tmp_path):
-    if kind == "qwen3_next":
-        path = make_checkpoint(tmp_path, kind)
-    else:
-        path = quantised_as(kind, wide_folder, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [("gptq-32", 2), ("hybrid", 2), ("Q4_0", 4), ("nvfp4", 4), ("hybrid", 4), ("tiled", 4)],
+)
+def test_nor_do_they_where_codes_or_states_are_divided(kind, width, wide_folder, tmp_path):
+    path = quantised_as(kind, wide_folder, tmp_path)
     expected, _ = logits_of_everything(Group(path, 1))
-    group = Group(path, 2)
+    group = Group(path, width)
     try:
         assert torch.equal(logits_of_everything(group)[0], expected)
     finally:

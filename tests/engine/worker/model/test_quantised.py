@@ -329,7 +329,11 @@ def test_parts_of_a_matrix_have_the_codes_that_it_has_there(kind):
     expected = torch.cat((whole[3:8], whole[12:17]))
     assert torch.equal(runs.parts(0, 10, form).values(), expected)
     assert torch.equal(runs.parts(4, 6, form).values(), expected[4:6])
-    columns = StoredPart(stored, [(0, 20)], (256, 512))
+    apart = StoredPart(stored, [(0, 20)], [(256, 512), (768, 1024)])
+    expected = torch.cat((whole[:, 256:512], whole[:, 768:]), 1)
+    assert apart.depth == 512
+    assert torch.equal(apart.parts(5, 20, form).values(), expected[5:])
+    columns = StoredPart(stored, [(0, 20)], [(256, 512)])
     assert (columns.num_rows, columns.depth) == (20, 256)
     assert torch.equal(columns.parts(5, 20, form).values(), whole[5:, 256:512])
     panels = torch.empty(panels_shape(form, 20, 256), dtype=torch.uint8)
