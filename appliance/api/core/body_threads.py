@@ -12,8 +12,10 @@ MAX_INLINE_BYTES = 2 << 10
 """Larger bodies are decoded in a thread: of these no field takes a millisecond."""
 MAX_SMALL_BYTES = 16 << 10
 """Larger bodies have threads of their own: small ones do not wait."""
-NUM_THREADS = 2
+NUM_THREADS = 3
 """Threads for small bodies, and as many for large ones."""
+NUM_EACH = 2
+"""Threads of one caller: its grammars may take seconds where no core is idle."""
 MAX_SMALL_WAITING = 1024
 """Small bodies cost little while they wait; how many may, the queue decides better."""
 
@@ -25,10 +27,11 @@ class BodyThreads:
         self._small = Turns(
             "admission",
             NUM_THREADS,
+            num_each=NUM_EACH,
             max_waiting=MAX_SMALL_WAITING,
             max_waiting_each=MAX_SMALL_WAITING // 2,
         )
-        self._large = Turns("large-body", NUM_THREADS)
+        self._large = Turns("large-body", NUM_THREADS, num_each=NUM_EACH)
 
     def of(self, num_bytes: int) -> Turns:
         """Choose the threads for a body of that size."""

@@ -1,15 +1,16 @@
 """Run slow work in threads, a few pieces at once, and share them fairly between callers.
 
-Invariant: at most `num_at_once` pieces are in threads, also counting clients that have left;
-the queue is bounded, altogether and for each peer. The peer comes next whose work, refused or not,
-took least while others waited; of equal ones the one that waits longest.
+Invariant: at most `num_at_once` pieces are in threads, and `num_each` of a peer, also counting
+clients that have left; the queue is bounded, altogether and for each peer. The peer comes next
+whose work, refused or not, took least while others waited; of equal ones the one that waits
+longest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
@@ -35,6 +36,7 @@ class Turns:
     """Threads for one kind of work.
 
     Args:
+        num_each: of one peer at once; None: all.
         max_waiting: maximum pieces of waiting work of all peers.
         max_waiting_each: maximum pieces of waiting work per peer.
     """
@@ -44,11 +46,15 @@ class Turns:
         name: str,
         num_at_once: int,
         *,
+        num_each: int | None = None,
         max_waiting: int = MAX_WAITING,
         max_waiting_each: int = MAX_WAITING_EACH,
     ) -> None:
         self._threads = standing_threads(num_at_once, name)
         self._num_free = num_at_once
+        self._num_each = num_each or num_at_once
+        self._working: Counter[str] = Counter()
+        """Threads that each peer has."""
         self._max_waiting = max_waiting
         self._max_waiting_each = max_waiting_each
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
@@ -76,11 +82,23 @@ class Turns:
 
     async def wait(self, http: HttpRequest) -> Executor:
         """Wait until a thread is this client's."""
-        if self._num_free:
-            self._num_free -= 1
+        owner = peer_of(http).name
+        if self._num_free and self._working[owner] < self._num_each:
+            self._give(owner)
         else:
             await self._wait_in_line(http)
         return self._threads
+
+    def _give(self, owner: str) -> None:
+        self._num_free -= 1
+        self._working[owner] += 1
+
+    def _take_back(self, owner: str) -> None:
+        self._num_free += 1
+        self._working[owner] -= 1
+        if not self._working[owner]:
+            del self._working[owner]
+        self._pass_on()
 
     async def _wait_in_line(self, http: HttpRequest) -> None:
         owner = peer_of(http).name
@@ -115,7 +133,7 @@ class Turns:
     def _leave(self, owner: str, turn: asyncio.Future[None]) -> None:
         """Give up a place in line, or the turn that has just come."""
         if turn.done():
-            self._pass_on()
+            self._take_back(owner)
             return
         line = self._lines[owner]
         line.remove(turn)
@@ -128,16 +146,18 @@ class Turns:
     def end(self, owner: str, took_s: float) -> None:
         """Give a thread back, in which so long was worked for a peer."""
         self._spent_s[owner] = self._spent(owner) + took_s
-        self._pass_on()
+        self._take_back(owner)
 
     def _pass_on(self) -> None:
         """Give a free thread to the next peer, which then comes last of its equals."""
         if not self._lines:
-            self._num_free += 1
             self._spent_s.clear()
+        may = [one for one in self._lines if self._working[one] < self._num_each]
+        if not may:
             return
-        owner = min(self._lines, key=lambda one: int(self._spent(one) / TURN_S))
+        owner = min(may, key=lambda one: int(self._spent(one) / TURN_S))
         line = self._lines.pop(owner)
+        self._give(owner)
         line.popleft().set_result(None)
         if line:
             self._lines[owner] = line

@@ -42,8 +42,10 @@ class Client:
 class Desk:
     """One thread, whose pieces of work wait for `go`."""
 
-    def __init__(self) -> None:
-        self.turns = Turns("desk", 1, max_waiting=4, max_waiting_each=2)
+    def __init__(self, *, num_at_once: int = 1, num_each: int | None = None) -> None:
+        self.turns = Turns(
+            "desk", num_at_once, num_each=num_each, max_waiting=4, max_waiting_each=2
+        )
         self.begun: list[str] = []
         self._gates: dict[str, threading.Event] = {}
         self._tasks: list[Started] = []
@@ -204,3 +206,18 @@ async def test_a_peer_whose_work_took_long_waits_for_those_whose_work_did_not(
     await asyncio.sleep(8 * TURN_S)
     await desk.finish()
     assert desk.begun == [first, "b1", "b2", "a2"]
+
+
+async def test_a_peer_leaves_a_thread_to_others() -> None:
+    desk = Desk(num_at_once=3, num_each=2)
+    for what in ("a0", "a1", "a2", "a3"):
+        await desk.ask(what)
+    b1 = await desk.ask("b1")
+    desk.go("b1")
+    assert await asyncio.wait_for(b1, 30) == "b1"
+    assert (sorted(desk.begun), desk.turns.num_waiting) == (["a0", "a1", "b1"], 2)
+    desk.go("a0")
+    await until(lambda: "a2" in desk.begun)
+    assert desk.turns.num_waiting == 1
+    await desk.finish()
+    assert sorted(desk.begun) == ["a0", "a1", "a2", "a3", "b1"]
