@@ -6,6 +6,7 @@ Never: delays a step by more than a part of a layer.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,12 @@ import torch
 from engine.wire.messages import ComputeTexts, TextsComputed
 from engine.worker.model.text_transformer import TextTransformer
 
+TURN_NS = 1_000_000
+"""After so much computing other threads have the core, if one waits; a part may take longer.
+
+The kernel may look only every 4 ms whether a thread that woke has waited long enough.
+"""
+
 
 class TextBatches:
     """The texts that a worker has been given.
@@ -23,6 +30,7 @@ class TextBatches:
         models: by name.
         send: passes a report on.
         beat: called after each part; None: nothing counts them.
+        give_way: lets other threads run that wait for the core.
     """
 
     def __init__(
@@ -30,13 +38,18 @@ class TextBatches:
         models: Mapping[str, TextTransformer],
         send: Callable[[TextsComputed], None],
         beat: Callable[[], None] | None,
+        *,
+        give_way: Callable[[], None] = os.sched_yield,
     ) -> None:
         self._models, self._send = models, send
+        self._give_way = give_way
         self._beat = beat or (lambda: None)
         self._batches: deque[ComputeTexts] = deque()
         self._parts: Iterator[torch.Tensor | None] | None = None
         """The parts that are left of the first batch; None: it has not begun."""
         self._started_ns = 0
+        self._turn_ends_ns = 0
+        """The thread's CPU time at which it gives way."""
 
     @property
     def has_work(self) -> bool:
@@ -60,6 +73,9 @@ class TextBatches:
                 self._parts = None
                 self._batches.popleft()
                 self._answer(batch, found)
+            if time.thread_time_ns() >= self._turn_ends_ns:
+                self._give_way()
+                self._turn_ends_ns = time.thread_time_ns() + TURN_NS
             if until():
                 return
 

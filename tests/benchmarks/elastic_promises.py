@@ -140,7 +140,9 @@ _CHAT = "/v1/chat/completions"
 
 def _chat(content: str) -> dict[str, object]:
     messages = [{"role": "user", "content": content}]
-    return {"messages": messages, "temperature": 0, "max_tokens": 64, "stream": True}
+    # drawn and of full length: a model of random values repeats a token that may have no text
+    of_reply = {"temperature": 1, "ignore_eos": True, "max_tokens": 64, "stream": True}
+    return {"messages": messages, **of_reply}
 
 
 def _text(event: dict) -> str:

@@ -1,5 +1,6 @@
 """Batches of texts between the steps of sequences, over a real channel."""
 
+import time
 from array import array
 
 import pytest
@@ -9,6 +10,7 @@ from engine.wire.messages import Admit, ComputeTexts, Stepped, TextsComputed, Us
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.worker.runner import Sampled
+from engine.worker.text_batches import TURN_NS, TextBatches
 from tests.worlds.worker_loop import Harness
 
 NUM_PARTS = 4
@@ -110,3 +112,21 @@ def test_what_is_no_number_fails_alone(harness):
     harness.tell(batch(2, 13, 4))
     (report,) = harness.turn()
     assert numbers(report) == [[2], [], [4]]
+
+
+def test_other_threads_have_the_core_after_a_part_that_took_long(model):
+    gave_way = []
+    batches = TextBatches(
+        {"m": model}, lambda _: None, None, give_way=lambda: gave_way.append(model.num_parts)
+    )
+
+    def has_computed_long():
+        if model.num_parts == 2:
+            end_ns = time.thread_time_ns() + 2 * TURN_NS
+            while time.thread_time_ns() < end_ns:
+                pass
+        return False
+
+    batches.take(batch(2))
+    batches.compute(has_computed_long)
+    assert {1, 3} <= set(gave_way)
