@@ -103,6 +103,7 @@ def test_texts_are_computed_by_the_prefill_worker_and_survive_its_death(config, 
             assert [plan.name for plan, setup in workers.plan.workers if setup.text_models] == [
                 "prefill"
             ]
+            assert computing.cpus == list(prefill.plan.cpus)
             embedding, rerank = (computing.encoders[folder.name] for folder in folders)
             assert (embedding.max_tokens, embedding.num_dimensions) == (LONGEST, 64)
             assert rerank.num_dimensions is None

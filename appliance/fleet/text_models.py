@@ -80,6 +80,14 @@ class TextWorkers:
         return [name for name, worker in self._workers.items() if worker.state == "ready"]
 
     @property
+    def cpus(self) -> list[int]:
+        """List the cores that compute texts; empty: GPUs do."""
+        plans = [worker.plan for worker in self._workers.values()]
+        if any(plan.gpu is not None for plan in plans):
+            return []
+        return sorted({cpu for plan in plans for cpu in plan.cpus})
+
+    @property
     def is_lost(self) -> bool:
         """Whether none of them can come back."""
         starts = (worker.num_failed_starts for worker in self._workers.values())

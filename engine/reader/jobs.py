@@ -11,7 +11,7 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -137,9 +137,16 @@ def _encode(text: str, has_special: bool) -> bytes:
         return array("I", _built[0].encode(text, has_special)).tobytes()
 
 
-def _encode_each(texts: list[Any], has_special: bool) -> bytes:
-    """Encode texts, or pairs of them, for vectors; their numbers of tokens come first."""
+def _encode_each(texts: list[Any], has_special: bool, cpus: list[int]) -> bytes:
+    """Encode texts, or pairs of them, for vectors; their numbers of tokens come first.
+
+    Args:
+        cpus: the cores to do it on; empty: any, as where it may use none of them.
+    """
     os.nice(max(TEXTS_NICE - os.nice(0), 0))  # chats are decoded meanwhile
+    if cpus:
+        with suppress(OSError):
+            os.sched_setaffinity(0, cpus)
     with _refused_texts():
         found = list(_built[0].encode_each(texts, has_special))
     return array("I", chain(map(len, found), chain.from_iterable(found))).tobytes()

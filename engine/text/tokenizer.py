@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,8 +42,8 @@ MAX_DECODED_HERE = 64
 """Maximum of token ids that are decoded beside the loop's work: the last ones of a reply."""
 MARK_BYTES = 16
 """Bytes besides a text or a pair in a message."""
-GROUP_BYTES = LONG_BYTES - 256
-"""Maximum of texts that are tokenized at once, with room for the job's own name."""
+GROUP_BYTES = LONG_BYTES - (8 << 10)
+"""Maximum of texts that are tokenized at once, with room for the job's name and its cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +231,18 @@ class Tokenizer:
         return ids
 
     def encode_each(
-        self, texts: Iterable[str | tuple[str, str]], add_special_tokens: bool = True
+        self,
+        texts: Iterable[str | tuple[str, str]],
+        add_special_tokens: bool = True,
+        *,
+        cpus: Sequence[int] = (),
     ) -> Iterator[list[int]]:
         """Yield the ids of each text, and of each pair the ids of two texts as one.
 
         Texts are tokenized in groups.
+
+        Args:
+            cpus: the cores that the process of this tokenizer is to use; empty: any.
 
         Raises:
             RequestError: as encode().
@@ -247,7 +254,8 @@ class Tokenizer:
                 )
                 yield from (encoding.ids for encoding in found)
                 continue
-            numbers = _numbers(_asked(self._encoder, "encode_each", group, add_special_tokens))
+            asked = group, add_special_tokens, list(cpus)
+            numbers = _numbers(_asked(self._encoder, "encode_each", *asked))
             at = len(group)
             for count in numbers[:at]:
                 yield numbers[at : at + count]

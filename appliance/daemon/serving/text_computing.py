@@ -32,6 +32,10 @@ class TextWorkers(Protocol):
         """List the workers that take batches now."""
 
     @property
+    def cpus(self) -> list[int]:
+        """List the cores that compute texts; empty: GPUs do."""
+
+    @property
     def is_lost(self) -> bool:
         """Whether none of them can come back."""
 
@@ -91,6 +95,11 @@ class TextComputing:
     @property
     def is_idle(self) -> bool:
         return not self._calls
+
+    @property
+    def cpus(self) -> list[int]:
+        """The cores that texts may have, tokenizing included: others are decode's."""
+        return [] if self._workers is None else self._workers.cpus
 
     @property
     def is_lost(self) -> bool:
@@ -241,15 +250,17 @@ class _Encoder:
         self.default_prompt = self._config.default_prompt
 
     def tokenize(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        lowers_case = self._config.lowers_case
-        return self._tokenizer.encode_each(text.lower() if lowers_case else text for text in texts)
+        lowers_case, cpus = self._config.lowers_case, self._computing.cpus
+        cased = (text.lower() if lowers_case else text for text in texts)
+        return self._tokenizer.encode_each(cased, cpus=cpus)
 
     def tokenize_pairs(self, pairs: Iterable[tuple[str, str]]) -> Iterator[list[int]]:
+        cpus = self._computing.cpus
         if not self._config.compares_tokens:
-            return self._tokenizer.encode_each(pairs)
+            return self._tokenizer.encode_each(pairs, cpus=cpus)
         before, between, after = _JUDGE
         asked = (f"{before}{query}{between}{document}{after}" for query, document in pairs)
-        return self._tokenizer.encode_each(asked, add_special_tokens=False)
+        return self._tokenizer.encode_each(asked, add_special_tokens=False, cpus=cpus)
 
     def num_unpooled(self, prompt: str) -> int:
         if self._config.pools_prompt or not prompt:

@@ -70,12 +70,21 @@ def test_many_texts_and_pairs_are_tokenized_in_few_jobs(tmp_path, monkeypatch):
     jobs = []
     read = there._encoder.read
     monkeypatch.setattr(there._encoder, "read", lambda *job: jobs.append(job) or read(*job))
-    texts = ["", "hello", PLAIN, ("hello", PLAIN), ("", ""), *["a" * 400] * 300, LONG]
+    texts = ["", "hello", PLAIN, ("hello", PLAIN), ("", ""), *["a" * 400] * 250, LONG]
     for add in (True, False):
         assert list(there.encode_each(texts, add)) == list(here.encode_each(texts, add))
         assert next(here.encode_each(["hello"], add)) == here.encode("hello", add)
     assert len(jobs) == 2 * 3
     assert list(there.encode_each([])) == []
+
+
+def test_many_texts_are_tokenized_on_the_cores_that_are_named(made):
+    tokenizer, process = made()
+    core = max(os.sched_getaffinity(0))
+    for cpus in ([core], [], [1 << 12]):  # none, and one that is not there, change nothing
+        assert list(tokenizer.encode_each(["hello"], cpus=cpus)) == [tokenizer.encode("hello")]
+        (texts,) = process.children()
+        assert texts.cpu_affinity() == [core]
 
 
 def test_texts_are_tokenized_as_they_are_taken(tmp_path):

@@ -20,6 +20,7 @@ class FakeTextWorkers:
 
     def __init__(self):
         self.up = ["one", "two"]
+        self.cpus = [0]
         self.is_lost = False
         self.sent = []
 
