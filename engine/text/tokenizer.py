@@ -43,7 +43,7 @@ MAX_DECODED_HERE = 64
 MARK_BYTES = 16
 """Bytes besides a text or a pair in a message."""
 GROUP_BYTES = LONG_BYTES - (8 << 10)
-"""Maximum of texts that are tokenized at once, with room for the job's name and its cores."""
+"""Maximum of texts that are tokenized at once; the job's name and cores come with them."""
 
 
 @dataclass(frozen=True, slots=True)

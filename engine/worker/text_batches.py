@@ -17,9 +17,9 @@ from engine.wire.messages import ComputeTexts, TextsComputed
 from engine.worker.model.text_transformer import TextTransformer
 
 TURN_NS = 1_000_000
-"""After so much computing other threads have the core, if one waits; a part may take longer.
+"""CPU time after which other threads have the core, if one waits; a part may take longer.
 
-The kernel may look only every 4 ms whether a thread that woke has waited long enough.
+The kernel may see only every 4 ms that a thread waits for it.
 """
 
 
@@ -49,7 +49,7 @@ class TextBatches:
         """The parts that are left of the first batch; None: it has not begun."""
         self._started_ns = 0
         self._turn_ends_ns = 0
-        """The thread's CPU time at which it gives way."""
+        """The thread's CPU time at which others have the core."""
 
     @property
     def has_work(self) -> bool:
