@@ -14,7 +14,7 @@ from itertools import chain
 from engine.scheduler import recovery
 from engine.scheduler.block_allocator import BlockAllocator
 from engine.scheduler.cache.ledger import Ledger
-from engine.scheduler.cache.topology import DECODE, Topology
+from engine.scheduler.cache.topology import DECODE, PREFILL, Topology
 from engine.scheduler.prefixes.prefix_cache import PrefixCache
 from engine.scheduler.prefixes.prefix_copies import PrefixCopies
 from engine.scheduler.queue.queue import FairQueue, PromptsAhead
@@ -178,10 +178,23 @@ class Dispatcher:
         """Place a sequence that has lost its worker: there if it is back, else where it can."""
         assert isinstance(sequence.where, Waiting)
         assert sequence.where.stage is not None
-        stage = self._fallback(sequence, sequence.where.stage)
+        stage = sequence.where.stage
+        if self._is_misplaced(sequence, stage.worker):
+            if (other := self._other(sequence)) is None:  # the workers of prompts are full
+                self.pause(sequence, now_ns)
+                return
+            stage = other
+        stage = self._fallback(sequence, stage)
         sequence.where = Waiting(stage)
         if self._may_run(sequence, stage.worker):
             self._admit(sequence, stage, now_ns)
+
+    def _is_misplaced(self, sequence: Sequence, worker: str) -> bool:
+        """Say whether a worker of streams is up for it that should leave it to prefill workers."""
+        roles, prefills = self._roles, self._topology.playing(PREFILL)
+        is_chosen = roles.roles != "colocated" and not roles.ready_workers.isdisjoint(prefills)
+        is_up = worker in roles.ready_workers
+        return is_up and is_chosen and self._routes.is_stray(sequence, worker)
 
     def _fallback(self, sequence: Sequence, stage: RouteStage) -> RouteStage:
         return (

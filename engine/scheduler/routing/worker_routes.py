@@ -193,6 +193,16 @@ class Routes:
             return route_stages(sequence, near[0])
         return route_stages(sequence, Pair(near[0].decode, near[0].decode))
 
+    def is_stray(self, sequence: Sequence, worker: str) -> bool:
+        """Say whether a worker of streams would compute a prompt that prefill workers should."""
+        return (
+            worker not in self._topology.playing(PREFILL)
+            and not sequence.is_on_probation
+            and sequence.spares_streams_at != worker
+            and sequence.num_failed_copies < MAX_FAILED_COPIES
+            and sequence.num_prefill_tokens_left > MIN_CHUNK_TOKENS
+        )
+
     def strays(self, ready: str, running: Iterable[Sequence]) -> list[Sequence]:
         """List the sequences that another role's worker has while this one was down.
 
@@ -205,14 +215,7 @@ class Routes:
             if one.worker is not None and one.worker != ready and pool(one.worker) == pool(ready)
         ]
         if ready in prefills:
-            return [
-                one
-                for one in near
-                if one.worker not in prefills
-                and not one.is_on_probation
-                and one.spares_streams_at != one.worker
-                and one.num_prefill_tokens_left > MIN_CHUNK_TOKENS
-            ]
+            return [one for one in near if self.is_stray(one, str(one.worker))]
         return [
             one for one in near if one.worker in prefills and one.stages[-1].worker == one.worker
         ]

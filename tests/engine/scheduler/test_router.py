@@ -8,7 +8,7 @@ from engine.scheduler.routing.elastic import PairChoice
 from engine.scheduler.routing.outcomes import Outcome
 from engine.scheduler.routing.roles_in_force import ROLES
 from engine.scheduler.routing.worker_routes import MAX_PREEMPTIONS, PORTION_TOKENS, Pair
-from engine.scheduler.sequences.sequence import Phase, Waiting
+from engine.scheduler.sequences.sequence import On, Phase, Waiting
 from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Copy, Release
 from tests.worlds.fake_workers import BLOCK_SIZE
@@ -520,6 +520,28 @@ def test_outputs_that_are_computed_again_stay_with_prompts_when_decode_comes_bac
     world.run()
     assert [stage.worker for stage in paused.stages] == ["prefill", "decode"]
     assert world.emitted[paused.seq_id] == expected_tokens(paused)
+
+
+def test_a_prompt_that_waited_for_decode_is_computed_by_prefill_if_that_is_back_too(monkeypatch):
+    monkeypatch.setattr("engine.scheduler.routing.worker_routes.MIN_CHUNK_TOKENS", 4)
+    world = World("gpu peer", num_blocks={"prefill": 8, "decode": 25})
+    sequence = world.sequence(20, 12)
+    world.submit(sequence)
+    while sequence.worker != "decode" or not isinstance(sequence.where, On):
+        world.tick()
+    for name in ("prefill", "decode"):
+        world.kill(name)
+    world.revive("decode")
+    assert sequence.worker == "decode"
+    world.kill("decode")
+    world.revive("prefill")  # whose pool is too small for all of it
+    assert sequence.worker is None
+    world.revive("decode")
+    assert sequence.worker == "prefill"
+    world.run()
+    assert [stage.worker for stage in sequence.stages] == ["prefill", "decode"]
+    assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+    world.assert_all_free()
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
