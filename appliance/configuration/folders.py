@@ -12,7 +12,7 @@ from pathlib import Path
 from appliance.configuration import paths
 from appliance.configuration.settings import ServeConfig
 from engine.errors import ConfigError, refuse
-from engine.system.own_files import check_own_folder, is_exchangeable_in
+from engine.system.own_files import check_own_folder, check_own_way
 
 _OTHERS = "choose others with --socket and --state-dir"
 
@@ -81,9 +81,14 @@ def _open_to_others(config: ServeConfig) -> Iterator[ConfigError]:
     except OSError as error:
         yield ConfigError(str(error.strerror), where=str(config.state_dir), hint=_OTHERS)
     run_dir = config.socket.parent
-    if run_dir.exists() and is_exchangeable_in(run_dir):
+    there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    try:
+        if there.is_dir():
+            check_own_way(there / config.socket.name)
+    except OSError as error:
         problem = "other users can replace the socket there"
-        yield ConfigError(problem, where=str(run_dir), hint=f"chmod go-w {run_dir}")
+        hint = f"{error.strerror}; {_OTHERS}"
+        yield ConfigError(problem, where=str(run_dir), hint=hint)
 
 
 def _make_folder(folder: Path, mode: int) -> None:

@@ -66,10 +66,12 @@ def client_socket(environ: Mapping[str, str]) -> Path:
     with another XDG_RUNTIME_DIR, as by cron or su.
 
     Raises:
-        ConfigError: as default_socket().
+        ConfigError: as default_socket(), or the socket in this user's folder is another user's.
     """
     path = default_socket(environ)
     if os.path.lexists(path):
+        if path.parent == private_dir(environ):
+            _check_owner(path)
         return path
     return SYSTEM_SOCKET if has_unit() else _told_socket(environ) or path
 
@@ -113,6 +115,14 @@ def _told_socket(environ: Mapping[str, str]) -> Path | None:
     except (OSError, ValueError):
         return None
     return Path(path) if path.startswith("/") else None
+
+
+def _check_owner(path: Path) -> None:
+    """Refuse another user's socket: what is sent there, that user reads."""
+    owner = path.lstat().st_uid
+    if owner not in (0, os.geteuid()):
+        hint = f"unset XDG_RUNTIME_DIR, or name it: --host {path}"
+        raise ConfigError(f"it belongs to another user (uid {owner})", where=str(path), hint=hint)
 
 
 def has_unit() -> bool:

@@ -50,10 +50,14 @@ def check_private_folder(folder: Path) -> None:
     _check_mode(folder, folder.stat(), 0o077)
 
 
-def is_exchangeable_in(folder: Path) -> bool:
-    """Say whether another user could exchange what this user has in a folder."""
-    status = folder.stat()
-    return _is_open(status, os.geteuid()) and not status.st_mode & stat.S_ISVTX
+def check_own_way(path: Path) -> None:
+    """Refuse a path that another user could exchange; it need not be there, its folder must.
+
+    Raises:
+        OSError: it names the folder on the way that belongs to another user, or that others can
+            write to and that is not sticky.
+    """
+    _end_of_own_way(path, os.geteuid())
 
 
 def check_own_path(path: Path, uid: int) -> None:

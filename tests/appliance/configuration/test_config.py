@@ -540,6 +540,30 @@ def test_a_group_that_could_exchange_the_socket_is_refused(machine: Path) -> Non
     assert refused.value.where == str(machine / "run")
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a folder to a user")
+def test_a_runtime_folder_of_another_user_is_refused(machine: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(machine / "other")}
+    (machine / "other").mkdir()
+    os.chown(machine / "other", 60001, -1)
+    with pytest.raises(ConfigError, match="replace the socket") as refused:
+        check_directories(load({}, environ), environ)
+    assert refused.value.where == str(machine / "other" / "penstock")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a socket to a user")
+def test_no_client_writes_to_the_socket_of_another_user_unasked(machine: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(machine)}
+    path = machine / "penstock" / "penstock.sock"
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        assert paths.client_socket(environ) == path
+        os.chown(path, 60001, -1)
+        with pytest.raises(ConfigError) as refused:
+            paths.client_socket(environ)
+    assert refused.value.where == str(path)
+
+
 def test_folders_that_cannot_be_made_are_all_told_and_none_is_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     flags = {"socket": str(tmp_path / "file" / "p.sock"), "state_dir": str(tmp_path / "a" / "b")}

@@ -21,8 +21,8 @@ from engine.system.own_files import (
     check_own_folder,
     check_own_path,
     check_own_socket,
+    check_own_way,
     check_private_folder,
-    is_exchangeable_in,
     open_file,
     open_own,
     open_own_target,
@@ -150,10 +150,14 @@ def test_a_private_folder_is_entered_by_nobody_else_and_is_no_link(folder, tmp_p
 
 
 def test_only_in_a_sticky_folder_may_others_write_beside_a_socket(folder):
-    assert not is_exchangeable_in(folder)
-    for mode, is_exchangeable in ((0o702, True), (0o1777, False), (0o750, False)):
+    for mode in (0o700, 0o1777, 0o750):
         folder.chmod(mode)
-        assert is_exchangeable_in(folder) == is_exchangeable
+        check_own_way(folder / "socket")
+    folder.chmod(0o702)
+    for path in (folder / "socket", folder / "run" / "socket"):
+        (folder / "run").mkdir(exist_ok=True)
+        with pytest.raises(PermissionError):
+            check_own_way(path)
 
 
 @pytest.mark.parametrize(("mode", "denied"), [(0o602, 0), (0o666, 0), (0o640, 0o077)])
