@@ -119,10 +119,11 @@ def _told_socket(environ: Mapping[str, str]) -> Path | None:
 
 def _check_owner(path: Path) -> None:
     """Refuse another user's socket: what is sent there, that user reads."""
-    owner = path.lstat().st_uid
-    if owner not in (0, os.geteuid()):
+    try:
+        check_own_socket(path)
+    except OSError as error:
         hint = f"unset XDG_RUNTIME_DIR, or name it: --host {path}"
-        raise ConfigError(f"it belongs to another user (uid {owner})", where=str(path), hint=hint)
+        raise ConfigError(str(error.strerror), where=str(path), hint=hint) from error
 
 
 def has_unit() -> bool:
