@@ -58,9 +58,9 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_for_none_of_them(
     large = {"prompt": "hello", "max_tokens": 1, "x": "x" * body_threads.MAX_SMALL_BYTES}
     try:
         waiting = [await served.post("/v1/completions", large) for _ in range(3)]
-        await until(lambda: len(entered) == body_threads.NUM_THREADS)
+        await until(lambda: len(entered) == body_threads.NUM_EACH)
         assert (await served.chat(max_tokens=1)).status_code == 200
-        assert len(entered) == body_threads.NUM_THREADS
+        assert len(entered) == body_threads.NUM_EACH
         _, writer = waiting.pop()
         writer.close()  # whose work has not begun
     finally:

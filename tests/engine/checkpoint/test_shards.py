@@ -19,7 +19,8 @@ WITHOUT = {"olmo2", "olmo3", "olmoe", "gemma4_text", "gemma4_unified_text"}
 )
 def test_each_row_belongs_to_one_shard(runs, count):
     cut = Cut("rows", tuple(runs))
-    rows = [row for shard in range(count) for a, b in cut.rows(shard, count) for row in range(a, b)]
+    spans = [span for shard in range(count) for span in cut.spans(shard, count)]
+    rows = [row for first, end in spans for row in range(first, end)]
     assert sorted(rows) == list(range(sum(runs)))
 
 
