@@ -8,6 +8,7 @@ Invariant: a job that takes too much fails alone; one that is ended from outside
 
 from __future__ import annotations
 
+import contextlib
 import json
 import marshal
 import os
@@ -255,7 +256,8 @@ def ask(
         with theirs:
             fds = [theirs.fileno()] if kept is None else [theirs.fileno(), kept.fileno()]
             socket.send_fds(control, [how], fds)
-        ours.sendall(body)
+        with contextlib.suppress(ConnectionError):  # what has answered already reads no more
+            ours.sendall(body)
         ours.shutdown(socket.SHUT_WR)
         answer, result = receive_answer(ours)
         return _of_helper(ours, int(result)) if answer == Answer.BEGUN else (answer, result)

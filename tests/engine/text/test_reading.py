@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 
 from engine.errors import CheckpointError, Overran, RequestError, Unavailable, Unreadable
 from engine.text import reading
+from engine.text.answers import TEXT, Answer, send_answer
 from engine.text.chat_template import TOO_COSTLY, ChatTemplate
 from engine.text.reading import READER, Reader
 from tests.family_templates import FAMILIES
@@ -352,6 +354,21 @@ def test_templates_of_several_models_take_turns():
     assert len(set(texts)) == len(texts)
     assert [template.render([USER]) for template in templates] == texts
     assert READER.pid is not None
+
+
+def test_an_answer_counts_that_is_given_before_the_whole_text_has_come():
+    """As that of a process which sees the death of another that was to read it."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+
+    def answer():
+        (fd,) = socket.recv_fds(theirs, 16, 1)[1]
+        with socket.socket(fileno=fd) as job:
+            send_answer(job, Answer.ENDED, "-9")
+
+    with ours, theirs:
+        answered = in_thread(answer)
+        assert reading.ask(ours, TEXT, b"x" * (8 << 20)) == (Answer.ENDED, b"-9")
+        answered()
 
 
 def test_of_jobs_that_find_no_idle_core_one_at_a_time_gets_a_share_of_busy_ones(monkeypatch):
