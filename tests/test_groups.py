@@ -132,11 +132,11 @@ def hand_over(daemon: Daemon, transport: str, check: Callable[[], None]) -> None
         daemon.stop()
 
 
-@pytest.mark.parametrize("transport", ["alias", "peer"])
-def test_a_group_hands_over_to_one_process(
-    tiny_llama: Path, tmp_path: Path, by_one: list[list[int]], transport: str
+@pytest.mark.parametrize(("transport", "decode"), [("alias", ONE), ("peer", ONE), ("alias", TWO)])
+def test_a_group_hands_over_to_one_process_or_another_group(
+    tiny_llama: Path, tmp_path: Path, by_one: list[list[int]], transport: str, decode: str
 ) -> None:
-    place = ("--roles", "static", "--place", f"prefill={TWO} decode={ONE} forced")
+    place = ("--roles", "static", "--place", f"prefill={TWO} decode={decode} forced")
     daemon = Daemon(tmp_path, *place, "--transport", transport, model=tiny_llama)
 
     def check() -> None:

@@ -37,7 +37,14 @@ from appliance.daemon.survival.kept_replies import LeftReply, ReplyTransport, fo
 from appliance.daemon.survival.reply_file import ReplyFile
 from appliance.http.access import Credentials
 from appliance.http.bursts import Bursts
-from appliance.http.gate import MAX_HEAD_BYTES, SECRETS, ClientLine, headers_too_large, key_digests
+from appliance.http.gate import (
+    KEY_HEADERS,
+    MAX_HEAD_BYTES,
+    SECRETS,
+    ClientLine,
+    headers_too_large,
+    key_digests,
+)
 from appliance.http.rejected_connections import too_many_connections
 from engine.errors import RequestError, Unavailable
 
@@ -81,7 +88,9 @@ class ConnectionPhase(enum.Enum):
     """The daemon's reply."""
 
 
-_KEY = re.compile(rb"\r\n(?:authorization|x-api-key|api-key):[ \t]*([^\r\n]+)", re.IGNORECASE)
+_KEY = re.compile(
+    rb"\r\n(?:%s):[ \t]*([^\r\n]+)" % b"|".join(map(re.escape, KEY_HEADERS)), re.IGNORECASE
+)
 SILENT_S = 5.0
 """After which a connection that has asked nothing yields to another."""
 _UNTIMED = (ConnectionPhase.IDLE, ConnectionPhase.REPLY)

@@ -92,8 +92,7 @@ class Gate:
         """Bytes of incomplete bodies, by owner."""
         self.decoding: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """The turn of each owner whose compressed bodies are being read."""
-        self.streams = Streams()
-        self.bursts = Bursts(self.streams)
+        self.bursts = Bursts(Streams())
         self.is_open = asyncio.Event()
         """Until it is set, requests that change something wait; reads pass."""
         self._app = app
@@ -303,8 +302,10 @@ def _line(scope: Scope) -> ClientLine:
     return cast(ClientLine, scope["state"]["line"])
 
 
-SECRETS = (b"authorization", b"x-api-key", b"api-key", b"cookie", b"proxy-authorization")
-"""Headers that are kept nowhere: the first three may hold a key."""
+KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")
+"""Headers that may hold a key."""
+SECRETS = (*KEY_HEADERS, b"cookie", b"proxy-authorization")
+"""Headers that are kept nowhere."""
 _KEY_PROBLEMS = {0: "the API key is missing", 1: "the API key is not valid"}
 """Errors by the number of keys sent."""
 
@@ -316,14 +317,14 @@ def key_digests(scope: Scope) -> frozenset[bytes]:
 
 def _shown_keys(scope: Scope) -> set[str]:
     """Read the keys from OpenAI's, Anthropic's and Azure's headers and from Basic credentials."""
-    scheme, _, shown = (
-        (single_header(scope, b"authorization") or b"").decode("latin-1").partition(" ")
+    credentials, *bare = (
+        (single_header(scope, name) or b"").decode("latin-1") for name in KEY_HEADERS
     )
+    scheme, _, shown = credentials.partition(" ")
     keys = {shown.strip()} if scheme.lower() == "bearer" else set()
     if scheme.lower() == "basic":
         keys = {_password(shown.strip())}
-    for name in (b"x-api-key", b"api-key"):
-        keys.add((single_header(scope, name) or b"").decode("latin-1").strip())
+    keys.update(key.strip() for key in bare)
     keys.discard("")
     return keys
 

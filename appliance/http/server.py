@@ -86,7 +86,7 @@ class ApiServer:
             ListenerCloser(listener, is_inherited=listener in inherited) for listener in listeners
         ]
         self._gate = Gate(app, policy or AccessPolicy(), self._on_refused)
-        self._bursts = Bursts(self._gate.streams)
+        self._bursts = Bursts(self._gate.bursts.streams)
         self._limits = limits or ClientLimits()
         self._config = uvicorn.Config(
             self._gate,

@@ -191,10 +191,13 @@ class Dispatcher:
 
     def _is_misplaced(self, sequence: Sequence, worker: str) -> bool:
         """Say whether a worker of streams is up for it that should leave it to prefill workers."""
-        roles, prefills = self._roles, self._topology.playing(PREFILL)
-        is_chosen = roles.roles != "colocated" and not roles.ready_workers.isdisjoint(prefills)
-        is_up = worker in roles.ready_workers
-        return is_up and is_chosen and self._routes.is_stray(sequence, worker)
+        ready = self._roles.ready_workers
+        return (
+            self._roles.roles != "colocated"
+            and worker in ready
+            and not ready.isdisjoint(self._topology.playing(PREFILL))
+            and self._routes.is_stray(sequence, worker)
+        )
 
     def _fallback(self, sequence: Sequence, stage: RouteStage) -> RouteStage:
         return (
