@@ -16,9 +16,7 @@ from appliance.api.core.appliance import Appliance
 from appliance.api.core.body_threads import BodyThreads
 from appliance.api.core.model_choice import model_not_found
 from appliance.api.core.wire import RUNNING_VERSION, appliance_of, json_response, peer_of
-from appliance.api.early_refusals import EarlyRefusals
 from appliance.api.edge import ApiApplication
-from appliance.api.endpoints import ENDPOINTS
 from appliance.api.generation import generating_routes
 from appliance.api.ollama.models import ollama_routes
 from appliance.api.openai.replies import model_object, other_model_object, text_model_object
@@ -57,7 +55,6 @@ def build_app(appliance: Appliance) -> ApiApplication:
             *log_routes(),
         ],
     )
-    edge.state.early = EarlyRefusals(appliance, ENDPOINTS, edge.state.http_counts)
     edge.state.body_threads = BodyThreads()
     edge.state.responses = ResponseStore()
     return edge

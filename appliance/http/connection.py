@@ -70,10 +70,6 @@ class ClientLimits:
     min_bytes_per_s: float = 1024.0
 
 
-RefuseEarly = Callable[[bytes, Credentials], bytes | None]
-"""Returns the reply to an unparsed request that must be refused; None: accept it."""
-
-
 class ConnectionPhase(enum.Enum):
     """The phases of a connection, by what it waits for."""
 
@@ -130,7 +126,6 @@ class ClientProtocol(H11Protocol):
         limits: ClientLimits,
         credentials: Credentials | None,
         check_key: Callable[[str], None],
-        refuse_early: RefuseEarly,
         bursts: Bursts,
         *,
         keeps: bool = False,
@@ -143,7 +138,6 @@ class ClientProtocol(H11Protocol):
             limits: time limits of the phases.
             credentials: the peer's; None on TCP.
             check_key: raises RequestError if the key of that name may have no more connections.
-            refuse_early: see RefuseEarly.
             bursts: of requests that begin to arrive, on all connections.
             keeps: whether replies are to outlive the daemon.
             left: the reply of a dead daemon that this connection is for.
@@ -171,7 +165,7 @@ class ClientProtocol(H11Protocol):
         self.key: str | None = None
         """Name of the last valid key that was sent."""
         self._check_key = check_key
-        self._refuse_early, self._bursts = refuse_early, bursts
+        self._bursts = bursts
         self._turn: asyncio.Task[None] | None = None
         """Waits to begin a request of which something has come."""
         self._limits = limits
@@ -290,22 +284,19 @@ class ClientProtocol(H11Protocol):
         cast(ReplyTransport, self.transport).end_file()
 
     def data_received(self, data: bytes) -> None:
-        """Count the bytes; refuse early while the queue is full; let requests begin in turns."""
+        """Count the bytes; let requests begin in turns."""
         if self._left is not None:
             return  # nothing but an end is expected of its client
         self._num_received += len(data)
         if self._is_lingering:
             return
         is_between = self.conn.our_state is h11.IDLE and not self.conn.trailing_data[0]
-        if not is_between:
+        if not is_between or data.startswith(b"GET ") or self._bursts.begins_at_once():
             self._parse(data)
-        elif not self._is_refused(data):
-            if data.startswith(b"GET ") or self._bursts.begins_at_once():
-                self._parse(data)
-            else:
-                self.flow.pause_reading()
-                self._unset_keepalive_if_required()
-                self._turn = self.loop.create_task(self._begin_in_turn(data))
+        else:
+            self.flow.pause_reading()
+            self._unset_keepalive_if_required()
+            self._turn = self.loop.create_task(self._begin_in_turn(data))
 
     async def _begin_in_turn(self, data: bytes) -> None:
         key = _KEY.search(data, 0, MAX_HEAD_BYTES)
@@ -313,19 +304,7 @@ class ClientProtocol(H11Protocol):
         self._turn = None
         if not self.transport.is_closing():
             self.flow.resume_reading()
-            if not self._is_refused(data):
-                self._parse(data)
-
-    def _is_refused(self, data: bytes) -> bool:
-        """Refuse a request that has come whole while the queue is full."""
-        if self.credentials is None or self._phase() is ConnectionPhase.UNREAD:
-            return False
-        reply = self._refuse_early(data, self.credentials)
-        if reply is not None:
-            self.transport.write(reply)
-            self._num_requests += 1
-            self._wait_for_next()
-        return reply is not None
+            self._parse(data)
 
     def _parse(self, data: bytes) -> None:
         super().data_received(data)

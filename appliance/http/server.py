@@ -20,7 +20,6 @@ import uvicorn
 from starlette.applications import Starlette
 
 from appliance.api.core.appliance import Appliance
-from appliance.api.early_refusals import EarlyRefusals
 from appliance.daemon.process.limits import max_connections
 from appliance.daemon.requests.request import Peer, Role
 from appliance.daemon.survival.keeper_channel import has_keeper
@@ -281,8 +280,6 @@ class ApiServer:
 
     def _on_connection(self, connection: socket.socket) -> None:
         who = credentials_of(connection)
-        if who is not None and self._refused_at_once(connection, who):
-            return
         if not self._has_room(who):
             is_encrypted = who is None and self.policy.tls is not None
             turn_away = self._turned_away.drop if is_encrypted else self._turned_away.tell
@@ -301,7 +298,6 @@ class ApiServer:
             self._limits,
             who,
             self._check_key,
-            self._refuse_early,
             self._bursts,
             keeps=has_keeper() and not is_encrypted,
             left=left,
@@ -342,29 +338,6 @@ class ApiServer:
 
     def _name(self, who: Credentials | None) -> str:
         return "TCP" if who is None else self.policy.peer_of(who).name
-
-    def _refuse_early(
-        self, data: bytes, who: Credentials, *more: tuple[bytes, bytes]
-    ) -> bytes | None:
-        headers = [*self._server.server_state.default_headers, *more]
-        early: EarlyRefusals = self._app.state.early
-        return early.refuse(data, self.policy.peer_of(who), headers)
-
-    def _refused_at_once(self, connection: socket.socket, who: Credentials) -> bool:
-        """Answer a request for the full queue without building a connection."""
-        try:
-            data = connection.recv(MAX_HEAD_BYTES, socket.MSG_PEEK)
-            reply = self._refuse_early(data, who, (b"connection", b"close")) if data else None
-            if reply is None:
-                return False
-            connection.recv(len(data))  # what lies unread makes a close a reset
-            connection.send(reply)  # which the empty buffer of a new connection takes
-        except BlockingIOError:
-            return False  # it has not asked yet
-        except OSError:
-            pass  # it is gone already
-        connection.close()
-        return True
 
     def _make_room(self, connections: Iterable[ClientProtocol]) -> bool:
         """Evict the connection that has been evictable longest; False: none is."""
