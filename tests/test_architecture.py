@@ -285,6 +285,7 @@ READS_BY_HAND = {
     "appliance/doctor/gpu_checks.py": "/proc",
     "appliance/doctor/ports.py": "/proc",
     "appliance/fleet/cgroup_limits.py": "/sys",
+    "appliance/fleet/own_cpus.py": "/proc",
     "appliance/fleet/weights_file.py": "/proc",
     "appliance/observe/telemetry/offload_readings.py": "/proc",
     "appliance/observe/telemetry/rank_readings.py": "/proc",

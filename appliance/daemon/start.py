@@ -57,6 +57,7 @@ from appliance.fleet.boot import BootPlan, lock_state_dir, make_plan
 from appliance.fleet.boot_check import check_others
 from appliance.fleet.core_claims import CoreNote
 from appliance.fleet.model_files import to_be_fetched
+from appliance.fleet.own_cpus import OWN_CPUS
 from appliance.fleet.placed_model import PlacedModel, place
 from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.listeners import (
@@ -485,7 +486,7 @@ class _Daemon:
         The settings are checked before, by the program that the keeper will start.
         """
         try:
-            await asyncio.to_thread(check_next, sys.orig_argv)
+            await asyncio.to_thread(_check_next)
         except (PenstockError, OSError, subprocess.SubprocessError) as error:
             self._service.event("error", "restart.refused", f"Not restarted: {error}")
             return
@@ -596,6 +597,12 @@ class _Daemon:
             self._service.event("warning", MISFIT_CODE, about)
         if self._config.is_open_to_network:
             self._service.event("warning", OPEN_CODE, f"{self._addresses[-1]} {IS_OPEN}")
+
+
+def _check_next() -> None:
+    """Check the settings for the next daemon, where it counts the cores that this one does."""
+    with OWN_CPUS.all_in_use():
+        check_next(sys.orig_argv)
 
 
 def _is_looked_for(address: str) -> bool:

@@ -7,7 +7,7 @@ core; the pools together never exceed the KV memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from appliance.configuration.wanted_workers import WantedWorkers
 from appliance.devices.gpu_list import Gpu
 from appliance.devices.inventory import Node
 from appliance.fleet.cgroup_limits import cpu_quota, free_memory_bytes
+from appliance.fleet.own_cpus import OWN_CPUS
 from appliance.observe.frame.figures import things
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
@@ -34,6 +35,7 @@ from engine.scheduler.cache.topology import (
 from engine.scheduler.cache.window_blocks import NO_WINDOWS, Windows
 from engine.units import size_text
 
+CPUS = Path("/sys/devices/system/cpu")
 BLOCK_SIZE = 64
 MIN_BLOCKS = 2
 """Minimum blocks per pool, besides a sequence's records: one for padding, and one to use."""
@@ -111,24 +113,42 @@ class Placement:
         return self.block_bytes * (1 + self.windows.num_each)
 
 
+def decode_cpus(
+    placement: Placement, usable: Collection[int], topology_root: Path = CPUS
+) -> frozenset[int]:
+    """Find the usable logical CPUs of the physical cores on which workers do nothing but decode.
+
+    Args:
+        usable: by this process.
+    """
+    decode = set(placement.topology.playing(DECODE)) - set(placement.topology.playing(PREFILL))
+    only, shared = set[str](), set[str]()
+    for worker in placement.workers:
+        cores = only if worker.name in decode and worker.gpu is None else shared
+        cores |= {_core_of(cpu, topology_root) for cpu in worker.cpus}
+    return frozenset(cpu for cpu in usable if _core_of(cpu, topology_root) in only - shared)
+
+
 def available_cores(
     allowed: set[int] | None = None,
-    topology_root: Path = Path("/sys/devices/system/cpu"),
+    topology_root: Path = CPUS,
     quota_cpus: float | None = None,
 ) -> list[int]:
     """List one logical CPU of each usable physical core, within affinity and CPU quota."""
-    cpus = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
     cores: dict[str, int] = {}
-    for cpu in cpus:
-        siblings = topology_root / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        try:
-            core = siblings.read_text().strip()
-        except OSError:
-            core = str(cpu)
-        cores.setdefault(core, cpu)
+    for cpu in sorted(OWN_CPUS.usable() if allowed is None else allowed):
+        cores.setdefault(_core_of(cpu, topology_root), cpu)
     chosen = list(cores.values())
     quota = cpu_quota() if quota_cpus is None else quota_cpus
     return chosen if quota is None else chosen[: max(1, int(quota))]
+
+
+def _core_of(cpu: int, topology_root: Path) -> str:
+    """Name the physical core of a logical CPU."""
+    try:
+        return (topology_root / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
 
 
 def num_machine_cores() -> int:

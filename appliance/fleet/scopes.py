@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from appliance.fleet.cgroup_limits import cpu_quota
+from appliance.fleet.own_cpus import OWN_CPUS
 from appliance.fleet.placement import WorkerPlan
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.kernels import cpu
@@ -28,7 +29,7 @@ def machine_scope() -> Scope:
         build = _kernels_build(cpu.load_kernels()[1])
     except ImportError:
         build = ""
-    return Scope(machine_name(sorted(os.sched_getaffinity(0)), cpu_quota()), build)
+    return Scope(machine_name(sorted(OWN_CPUS.usable()), cpu_quota()), build)
 
 
 def machine_name(

@@ -20,6 +20,8 @@ from appliance.fleet.boot import BootPlan
 from appliance.fleet.kept_proofs import keep_proofs
 from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.measuring import LOOK_S, Measuring
+from appliance.fleet.own_cpus import OWN_CPUS
+from appliance.fleet.placement import Placement, decode_cpus
 from appliance.fleet.roles_change import RolesChange, change_roles
 from appliance.fleet.supervisor import Supervisor
 from appliance.observe.telemetry.disturbances import Disturbances
@@ -28,6 +30,7 @@ from engine.scheduler.cache.ledger import Ledger
 from engine.scheduler.cache.prefix_misses import PrefixMisses
 from engine.scheduler.queue.queue import FairQueue
 from engine.scheduler.router import Router
+from engine.text.reading import READER
 from engine.wire.messages import CoresUsed, Report
 
 log = logging.getLogger("penstock")
@@ -60,6 +63,8 @@ class ModelInService:
         """Other models that are loaded; None: only one is served."""
         self._misses = PrefixMisses()
         self._has_workers = False
+        self._kept_off: Placement | None = None
+        """The workers whose cores are left to decode."""
         self._kept_proofs: set[str] = set()
         """Their keys."""
 
@@ -215,12 +220,30 @@ class ModelInService:
         self._has_workers = False
 
     async def measure(self) -> None:
-        """Measure step times while no request is live; run until cancelled."""
+        """Measure step times while no request is live, where nothing of ours disturbs decode."""
         while True:
             await asyncio.sleep(LOOK_S)
+            self._keep_off_decode()
             self.measuring.look(is_idle=self.service.is_quiet)
             await self.measuring.save_when_due()
             await self._keep_proofs()
+
+    def _keep_off_decode(self) -> None:
+        """Keep the daemon off the cores that only decode uses, while roles are static.
+
+        Else it would run there whenever prefill's cores are busy, and decode's steps would wait.
+        """
+        is_static = self.router.roles_now().roles == "static"
+        is_wanted = is_static and not self.service.availability.is_loading
+        placement = self.plan.placement if is_wanted else None
+        if placement is self._kept_off:
+            return
+        self._kept_off = placement
+        cpus = decode_cpus(placement, OWN_CPUS.usable()) if placement is not None else frozenset()
+        try:
+            OWN_CPUS.keep_off(cpus, READER.pid)
+        except OSError as error:
+            log.warning("The daemon may disturb decode: %s", error)
 
     async def _keep_proofs(self) -> None:
         """Write down what self-tests have found, so that the next start repeats none."""

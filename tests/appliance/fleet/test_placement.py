@@ -15,6 +15,7 @@ from appliance.fleet.placement import (
     available_cores,
     available_memory_bytes,
     cpu_names,
+    decode_cpus,
     place,
     split_cores,
 )
@@ -136,13 +137,32 @@ def test_more_kv_memory_than_there_is_is_refused(checkpoint):
         plan(checkpoint, kv_memory_bytes=100 << 40)
 
 
-def test_one_thread_of_each_physical_core_is_used(tmp_path):
+@pytest.fixture
+def two_by_two(tmp_path):
+    """Two physical cores of two logical CPUs each."""
     for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(siblings + "\n")
-    assert available_cores({0, 1, 2, 3}, tmp_path, quota_cpus=9) == [0, 1]
-    assert available_cores({2, 3}, tmp_path, quota_cpus=9) == [2, 3]
+    return tmp_path
+
+
+def test_one_thread_of_each_physical_core_is_used(two_by_two):
+    assert available_cores({0, 1, 2, 3}, two_by_two, quota_cpus=9) == [0, 1]
+    assert available_cores({2, 3}, two_by_two, quota_cpus=9) == [2, 3]
+
+
+def test_cores_that_only_decode_uses_are_found_with_both_of_their_cpus(checkpoint, two_by_two):
+    placement = plan(checkpoint, cores=(0, 1))
+    assert decode_cpus(placement, {0, 1, 2, 3}, two_by_two) == {1, 3}
+    assert decode_cpus(placement, {0, 1}, two_by_two) == {1}
+
+
+@pytest.mark.parametrize("changes", [{"cores": (0,)}, {"roles": "colocated"}])
+def test_no_core_is_decodes_alone_where_one_worker_or_core_does_both(
+    checkpoint, two_by_two, changes
+):
+    assert not decode_cpus(plan(checkpoint, **changes), {0, 1, 2, 3}, two_by_two)
 
 
 def test_a_cpu_quota_limits_the_cores():
