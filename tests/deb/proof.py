@@ -15,7 +15,9 @@ import shutil
 import subprocess
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.booted_machine import Machine
 
@@ -86,17 +88,44 @@ def first_token_s(machine: Machine, since_s: float) -> float:
     return took_s
 
 
+class Reply(NamedTuple):
+    """What one stream has left."""
+
+    text: str
+    notes: tuple[str, ...]
+    """Lines of stderr. They may differ: a slow restart, or a load, is told of there."""
+    status: int
+
+    def difference(self, other: Reply) -> str:
+        """Say in what another reply differs, but for its notes; empty: in nothing."""
+        if (self.text, self.status) == (other.text, other.status):
+            return ""
+        pairs = zip(self.text, other.text, strict=False)
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        ends = [f"{len(each.text)}, then {each.text[alike:][:80]!r}" for each in (self, other)]
+        said = f"exit {self.status} and {other.status}, stderr {other.notes}"
+        return f"{alike} characters alike of {ends[0]} and of {ends[1]}; {said}"
+
+
+def reply_of(stream: subprocess.Popen[str]) -> Reply:
+    """Wait for a stream's end."""
+    text, notes = stream.communicate(timeout=300)
+    return Reply(text, tuple(notes.splitlines()), stream.returncode)
+
+
 def upgrade_under_load(machine: Machine, deb: Path) -> str:
-    """Install a newer version while streams run; each must have the undisturbed one's bytes."""
-    whole = machine.start(*STREAM).communicate()
+    """Install a newer version while streams run, whose text and status must be as ever."""
+    whole = reply_of(machine.start(*STREAM))
+    assert whole.status == 0, whole
     old_pid, start_s = machine.property("MainPID"), time.monotonic()
     upgrade = machine.start("dpkg", "-i", str(deb))
-    num_streams = 0
+    replies: list[Reply] = []
     while upgrade.poll() is None:
         streams = [machine.start(*STREAM) for _ in range(NUM_STREAMS)]
-        assert [each.communicate(timeout=300) for each in streams] == [whole] * NUM_STREAMS
-        num_streams += NUM_STREAMS
+        replies += map(reply_of, streams)
     took_s, said = time.monotonic() - start_s, upgrade.communicate()
+    different = [found for each in replies if (found := whole.difference(each))]
+    assert not different, "\n".join(different)
     assert upgrade.returncode == 0, said
     assert machine.property("MainPID") != old_pid
     told = json.loads(machine.run("penstock", "version", "-o", "json").stdout)
@@ -104,7 +133,9 @@ def upgrade_under_load(machine: Machine, deb: Path) -> str:
     rows = json.loads(machine.run("penstock", "log", "-n", "99", "-o", "json").stdout)["data"]
     num_carried = sum(row["recoveries"] > 0 for row in rows)
     assert num_carried, "no stream ran during the restart"
-    return f"{took_s:.1f} s, {num_streams} equal streams, {num_carried} through two daemons"
+    notes = {each for reply in replies for each in reply.notes} - set(whole.notes)
+    about = f"{took_s:.1f} s, {len(replies)} equal streams, {num_carried} through two daemons"
+    return "\n  ".join([about, *sorted(notes)])
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import pytest
 from appliance.cli.install_service import PLACES
 from appliance.cli.main import VERBS
 from appliance.configuration.settings import SETTINGS
+from tests.deb import proof
 from tests.deb.__main__ import HERE, LEAVE_OUT, ROOT, requirements, write_debian
 
 DEBIAN = HERE / "debian"
@@ -119,3 +120,21 @@ def test_each_override_of_lintian_has_a_reason() -> None:
         assert len(reason) > 20
         assert tags
         assert all(re.fullmatch(r"[a-z-]+ \*", tag) for tag in tags), reason
+
+
+WHOLE = proof.Reply("Once upon", ("cut off",), 0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_equal"),
+    [
+        (WHOLE._replace(notes=("a note", *WHOLE.notes)), True),
+        (WHOLE._replace(text="Once on"), False),
+        (WHOLE._replace(text="Once upon" * 2), False),
+        (WHOLE._replace(status=3), False),
+    ],
+)
+def test_a_stream_through_an_upgrade_may_differ_in_notes_alone(
+    reply: proof.Reply, is_equal: bool
+) -> None:
+    assert (WHOLE.difference(reply) == "") == is_equal
