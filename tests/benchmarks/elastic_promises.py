@@ -4,12 +4,12 @@ usage: python -m tests.benchmarks.elastic_promises [--daemons 20] [--prompts 8] 
        [--tree NAME=FOLDER]... [--place 2x1]... [--profile FILE] [--out FILE] [--join FILE]
 
 Each daemon is new, as its predictions are; with --profile it begins with a copy of that file. Two
-chats stream all the while; then prompts of some 4,100 tokens come one after the other. For each:
-the route, what was predicted, when its first token came, and the median gap of the chats meanwhile
-over the same chats' median before the first prompt. Several trees of this repository (each with its
-own `.venv`), and several numbers of workers, which are forced onto the cores there are, take turns,
-daemon by daemon; without any it is this tree, and what it makes of the machine. The model is the
-starter model unless another is named.
+chats stream all the while, with short rests between replies; then prompts of some 4,100 tokens come
+one after the other. For each: the route, what was predicted, when its first token came, and the
+median gap of the chats meanwhile over the same chats' median before the first prompt. Several trees
+of this repository (each with its own `.venv`), and several numbers of workers, which are forced
+onto the cores there are, take turns, daemon by daemon; without any it is this tree, and what it
+makes of the machine. The model is the starter model unless another is named.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -76,14 +77,21 @@ class Prompt:
 class Streams:
     """Replies that follow each other, several at once, and the gaps of their tokens.
 
+    Tokens without text count, too: a tokenizer may have text for few of a random model's ids.
+
     Args:
         ask: the path and the body of a stream's request, by the numbers of both.
+        max_rest_s: between two replies.
     """
 
     def __init__(
-        self, client: Client, count: int, ask: Callable[[int, int], tuple[str, dict[str, object]]]
+        self,
+        client: Client,
+        count: int,
+        ask: Callable[[int, int], tuple[str, dict[str, object]]],
+        max_rest_s: float = 0.0,
     ) -> None:
-        self._client, self._ask = client, ask
+        self._client, self._ask, self._max_rest_s = client, ask, max_rest_s
         self._is_over = threading.Event()
         self._last_s = dict.fromkeys(range(count), 0.0)
         self._gaps: list[tuple[float, float]] = []
@@ -111,10 +119,12 @@ class Streams:
             thread.join()
 
     def _stream(self, number: int) -> None:
+        draw = random.Random(number)
         for turn in itertools.count():
             path, body = self._ask(number, turn)
+            body["return_token_ids"] = True
             with suppress(ClientError), self._client.stream(path, body) as events:
-                for _ in filter(_text, events):
+                for _ in filter(_token_ids, events):
                     if self._is_over.is_set():
                         return
                     now_s, last_s = time.perf_counter(), self._last_s[number]
@@ -122,17 +132,18 @@ class Streams:
                         self._gaps.append((now_s, (now_s - last_s) * 1e3))
                     self._last_s[number] = now_s
             self._last_s[number] = 0.0  # between two replies nothing is waited for
-            if self._is_over.is_set():  # or the daemon has ended
+            # at once, its prompt would always end at the same place in the other's step
+            if self._is_over.wait(draw.uniform(0.0, self._max_rest_s)):  # or the daemon has ended
                 return
 
 
 def chats(client: Client) -> Streams:
-    """Two chats that ask one question after the other."""
+    """Two chats that ask one question after the other, with rests of up to 100 ms."""
 
     def ask(number: int, turn: int) -> tuple[str, dict[str, object]]:
         return _CHAT, _chat(QUESTIONS[(number + turn) % len(QUESTIONS)])
 
-    return Streams(client, 2, ask)
+    return Streams(client, 2, ask, max_rest_s=0.1)
 
 
 _CHAT = "/v1/chat/completions"
@@ -149,6 +160,11 @@ def _text(event: dict) -> str:
     """An event's text, of a chat or a completion."""
     choice = event["choices"][0] if event.get("choices") else {}
     return choice.get("text") or choice.get("delta", {}).get("content") or ""
+
+
+def _token_ids(event: dict) -> list[int]:
+    """The ids of an event's tokens."""
+    return event["choices"][0].get("token_ids") or [] if event.get("choices") else []
 
 
 def _pieces(client: Client, content: str) -> tuple[list[str], Iterator[str]]:
