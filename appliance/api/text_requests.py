@@ -127,7 +127,7 @@ async def answer(http: HttpRequest, endpoint: TextEndpoint) -> Response:
         encoder.check(asked.token_ids)
         return encoder, asked, write, undeclared(fields, endpoint.fields)
 
-    turns = threads_for(http, body)
+    turns = threads_for(http, body).bodies
     try:
         encoder, asked, write, ignored = await turns.run(http, read)
     except RequestError as error:

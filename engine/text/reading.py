@@ -3,7 +3,8 @@
 Templates, schemas, patterns and grammars are programs that others wrote, and a model's files may
 claim anything. Read here, they would hold the interpreter's lock, and with it the loop, or fill the
 memory; so `engine/reader`, which is started once, reads them.
-Invariant: a job that takes too much fails alone; one that is ended from outside is done again once.
+Invariant: a job that takes too much fails alone; one that is ended from outside is done again once;
+a grammar's ends when its client leaves.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import socket
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from engine.errors import CheckpointError, Overran, Unavailable, Unreadable
 from engine.system.python_child import python_command
@@ -35,7 +36,7 @@ _JOB_NAMES = {
     **dict.fromkeys(TEXT_JOBS, "a text to tokenize"),
 }
 YIELDING_S = 0.5
-"""How long a job may wait for idle cores; then it begins again, and gets a share of busy ones."""
+"""How long a job may wait for idle cores; then it is late."""
 LONGEST_S = 60.0
 """Many times what a job may compute: a process that has not answered is stopped or starved."""
 MODEL_JOBS = frozenset(("checkpoint", "config", "text_model", "weight_names", "tokenizer"))
@@ -44,6 +45,7 @@ _PYTHON = ("PYTHONHOME", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECOD
 """All of it that the process gets: no keys and no tokens."""
 _RETRY_MS = 1000
 UNKNOWN = 1000
+R = TypeVar("R")
 _CAUSES = {
     -signal.SIGPROF: "time",
     -signal.SIGABRT: "memory",
@@ -65,8 +67,71 @@ class Ended(Exception):
         self.exit_code = exit_code
 
 
-class _Late(Exception):
+class Late(Exception):
     """A job has found no idle core in time."""
+
+
+class Left(Exception):
+    """A job's client waits for it no longer."""
+
+
+class Asker:
+    """A client that waits for grammars to be read.
+
+    Args:
+        is_late: idle cores did not suffice: its jobs get a share of busy ones.
+    """
+
+    def __init__(self, *, is_late: bool = False) -> None:
+        self.is_late = is_late
+        self._leaving = threading.Lock()
+        self._has_left = False
+        self._job: socket.socket | None = None
+
+    def do(self, work: Callable[[], R]) -> R:
+        """Do a piece of work in this thread, whose jobs are this client's."""
+        _HERE.asker = self
+        try:
+            return work()
+        finally:
+            _HERE.asker = None
+
+    def leave(self) -> None:
+        """End the job that runs, and refuse further ones; for any thread."""
+        with self._leaving:
+            self._has_left = True
+            if self._job is not None:
+                self._job.shutdown(socket.SHUT_RDWR)  # the reader then ends the fork
+
+    @contextlib.contextmanager
+    def awaits(self, job: socket.socket) -> Iterator[None]:
+        """Wait for a job's answer.
+
+        Raises:
+            Left: the client leaves, or has left.
+        """
+        with self._leaving:
+            if self._has_left:
+                raise Left
+            self._job = job
+        try:
+            yield
+        except OSError as error:
+            if self._has_left:
+                raise Left from error
+            raise
+        finally:
+            with self._leaving:
+                self._job = None
+
+
+class _Here(threading.local):
+    """What this thread works for."""
+
+    asker: Asker | None = None
+
+
+_HERE = _Here()
 
 
 class Reader:
@@ -100,6 +165,8 @@ class Reader:
             Unreadable: with the reason, for the text's author.
             Overran: it would take too long or too much memory.
             Unavailable: the process cannot be started, or is ended from outside.
+            Late: it finds no idle core, and its asker has not said that it may have a busy one.
+            Left: its asker has left.
         """
         try:
             body = marshal.dumps((job, args))
@@ -108,11 +175,10 @@ class Reader:
         if job not in FORKING:
             with self._one_at_a_time:
                 return self._done(job, body, HERE).decode()
-        try:
+        if _HERE.asker is not None and not _HERE.asker.is_late:
             return self._done(job, body, YIELDING).decode()
-        except _Late:
-            with self._one_late_at_a_time:  # two would take cores from one step in turns
-                return self._done(job, body, FORKED).decode()
+        with self._one_late_at_a_time:  # two would take cores from one step in turns
+            return self._done(job, body, FORKED).decode()
 
     def read_model(
         self, job: str, path: bytes, *args: Any, kept: socket.socket | None = None
@@ -164,7 +230,7 @@ class Reader:
             answer, result = ask(control, how, body, kept)
         except TimeoutError as error:
             if how == YIELDING:
-                raise _Late from error
+                raise Late from error
             process.kill()
             raise Ended(UNKNOWN) from error
         except OSError as error:
@@ -249,9 +315,11 @@ def ask(
         TimeoutError: no answer comes in time.
         OSError: the process has ended.
         Overran: its disk does not answer.
+        Left: its asker has.
     """
     ours, theirs = socket.socketpair()
-    with ours:
+    asker = _HERE.asker if how in (YIELDING, FORKED) else None  # the rest run one after another
+    with ours, asker.awaits(ours) if asker else contextlib.nullcontext():
         ours.settimeout(YIELDING_S if how == YIELDING else LONGEST_S)
         with theirs:
             fds = [theirs.fileno()] if kept is None else [theirs.fileno(), kept.fileno()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 from starlette.requests import Request as HttpRequest
 
@@ -15,29 +15,42 @@ MAX_SMALL_BYTES = 16 << 10
 NUM_THREADS = 3
 """Threads for small bodies, and as many for large ones."""
 NUM_EACH = 2
-"""Threads of one caller: its grammars may take seconds where no core is idle."""
+"""Threads of one caller."""
 MAX_SMALL_WAITING = 1024
 """Small bodies cost little while they wait; how many may, the queue decides better."""
+
+
+class SizeThreads(NamedTuple):
+    """The threads for bodies of one size; each kind of work waits for its own kind alone."""
+
+    bodies: Turns
+    grammars: Turns
+    """Compiling takes half a second at most: then grammars are late."""
+    late_grammars: Turns
+    """Take seconds where no core is idle."""
 
 
 class BodyThreads:
     """The threads in which bodies are decoded and prepared; the application has one."""
 
     def __init__(self) -> None:
-        self._small = Turns(
-            "admission",
-            NUM_THREADS,
-            num_each=NUM_EACH,
-            max_waiting=MAX_SMALL_WAITING,
-            max_waiting_each=MAX_SMALL_WAITING // 2,
+        waiting = {"max_waiting": MAX_SMALL_WAITING, "max_waiting_each": MAX_SMALL_WAITING // 2}
+        self._small = SizeThreads(
+            Turns("admission", NUM_THREADS, num_each=NUM_EACH, **waiting),
+            Turns("grammar", NUM_THREADS, num_each=NUM_EACH, **waiting),
+            Turns("late-grammar", 1, **waiting),
         )
-        self._large = Turns("large-body", NUM_THREADS, num_each=NUM_EACH)
+        self._large = SizeThreads(
+            Turns("large-body", NUM_THREADS, num_each=NUM_EACH),
+            Turns("large-grammar", NUM_THREADS, num_each=NUM_EACH),
+            Turns("late-large", 1),
+        )
 
-    def of(self, num_bytes: int) -> Turns:
+    def of(self, num_bytes: int) -> SizeThreads:
         """Choose the threads for a body of that size."""
         return self._large if num_bytes > MAX_SMALL_BYTES else self._small
 
 
-def threads_for(http: HttpRequest, body: bytes) -> Turns:
+def threads_for(http: HttpRequest, body: bytes) -> SizeThreads:
     """Find the threads of the application for a body."""
     return cast(BodyThreads, http.app.state.body_threads).of(len(body))

@@ -17,13 +17,14 @@ from starlette.requests import Request as HttpRequest
 from appliance.api.core.appliance import Appliance
 from appliance.api.core.body_threads import MAX_INLINE_BYTES, threads_for
 from appliance.api.core.endpoint import Endpoint
-from appliance.api.core.fair_threads import Turn, hang_up
+from appliance.api.core.fair_threads import Turn, Turns, hang_up
 from appliance.api.core.wire import appliance_of, arrival_of, client_request_id, require
 from appliance.daemon.requests.request import Role
 from appliance.daemon.survival.journal import Journal, Replayed, anew
 from appliance.fleet.swaps import IncomingRequest, Swaps
 from appliance.json.fields import as_utf8, is_utf8
 from engine.errors import RequestError
+from engine.text.reading import Asker, Late
 from engine.wire.not_json import NOT_JSON
 
 R = TypeVar("R")
@@ -59,6 +60,18 @@ class Entry:
             return work()
         return await self._turn.run(work)
 
+    async def compile(self, work: Callable[[], R]) -> R:
+        """Do a step's work that compiles grammars, apart from bodies; again if these are late."""
+        threads = threads_for(self.http, self.body)
+        try:
+            return await self._ask(threads.grammars, Asker(), work)
+        except Late:
+            return await self._ask(threads.late_grammars, Asker(is_late=True), work)
+
+    async def _ask(self, turns: Turns, asker: Asker, work: Callable[[], R]) -> R:
+        self._turn.go_to(turns)
+        return await self._turn.run(partial(asker.do, work), asker.leave)
+
     def keep_loaded(self, keep_alive_s: float | None) -> None:
         """Let the model stay loaded for as long as the request asks, where there are several."""
         if self.appliance.swaps is not None and keep_alive_s is not None:
@@ -89,7 +102,7 @@ async def enter_model(http: HttpRequest, endpoint: Endpoint) -> AsyncIterator[En
             check()
             if journal is not None and journal.is_replay:
                 journal.take_up(appliance_of(http).model.model_id)
-            with threads_for(http, body).turn(http, check) as turn:
+            with threads_for(http, body).bodies.turn(http, check) as turn:
                 now_ns = time.monotonic_ns()
                 yield Entry(http, endpoint, body, journal, replayed, now_ns, turn)
         except RequestError as error:

@@ -104,9 +104,9 @@ class Turns:
         owner = peer_of(http).name
         self._check_room(owner)
         turn = asyncio.get_running_loop().create_future()
-        if owner not in self._lines:  # it has no credit from the time in which it wanted nothing
+        if owner not in self._lines:  # it comes first, without credit for when it wanted nothing
             least_s = min(map(self._spent, self._lines), default=0.0)
-            self._spent_s[owner] = max(self._spent(owner), least_s)
+            self._spent_s[owner] = max(self._spent(owner), least_s - TURN_S)
         self._lines.setdefault(owner, deque()).append(turn)
         gone = asyncio.create_task(hang_up(http))
         has_turn = False
@@ -172,13 +172,21 @@ class Turn(AbstractContextManager["Turn"]):
         self._began_s = 0.0
         self._job: asyncio.Future[Any] | None = None
 
-    async def run(self, work: Callable[[], R]) -> R:
+    def go_to(self, turns: Turns) -> None:
+        """Give the thread back; further work waits for others."""
+        self._end()
+        self._turns, self._threads, self._job = turns, None, None
+
+    async def run(self, work: Callable[[], R], leave: Callable[[], None] | None = None) -> R:
         """Do a piece of work.
+
+        Args:
+            leave: ends it early, if its client leaves meanwhile; None: nothing can.
 
         Raises:
             Unavailable: `busy`: too much waits already.
             QueueFull: `user_quota`: too much of this peer's does.
-            ClientDisconnect: the client left before it began.
+            ClientDisconnect: the client left before it began, or it was ended for that.
         """
         if self._threads is None:
             self._threads = await self._turns.wait(self._http)
@@ -186,14 +194,32 @@ class Turn(AbstractContextManager["Turn"]):
             self._check()
         job = asyncio.get_running_loop().run_in_executor(self._threads, work)
         self._job = job
-        return await asyncio.shield(job)
+        result = asyncio.shield(job)
+        if leave is None:
+            return await result
+        gone = asyncio.create_task(hang_up(self._http))
+        try:
+            await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                raise ClientDisconnect
+            return await result
+        finally:
+            gone.cancel()
+            if result.cancel():
+                leave()
 
     def __exit__(self, *_: object) -> None:
         """Give the thread back. One that works on cannot be stopped: its turn ends when it does."""
         if self._job is None or self._job.done():
             self._end()
         else:
-            self._job.add_done_callback(lambda _: self._end())
+            self._job.add_done_callback(self._end_alone)
+
+    def _end_alone(self, job: asyncio.Future[Any]) -> None:
+        """End after work whose answer is not awaited: its client has left."""
+        if not job.cancelled():
+            job.exception()
+        self._end()
 
     def _end(self) -> None:
         if self._threads is not None:

@@ -61,13 +61,14 @@ async def prepare(entry: Entry, asked: Asked) -> Prepared:
         RequestError: the request cannot be served, whatever room there is.
     """
     work = partial(prepared, entry.appliance, asked.ask, entry.owner, entry.replayed)
+    if asked.ask.constraint or asked.ask.tools:
+        return await entry.compile(work)
     return await entry.run(work, is_quick=_is_quick(asked.ask))
 
 
 def _is_quick(ask: Ask) -> bool:
     """Tell whether the prompts of a small body are prepared at once."""
-    has_more = ask.is_chat or ask.constraint or ask.bad_words
-    return not has_more and sum(map(len, ask.prompts)) <= MAX_INLINE_CHARS
+    return not (ask.is_chat or ask.bad_words) and sum(map(len, ask.prompts)) <= MAX_INLINE_CHARS
 
 
 def prepared(appliance: Appliance, ask: Ask, user: str, replayed: Replayed) -> Prepared:

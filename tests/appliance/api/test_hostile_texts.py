@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
 import signal
 import threading
 
+import psutil
 import pytest
 
 from appliance.api import endpoints
+from appliance.api.core import fair_threads
 from appliance.api.core.body_threads import MAX_INLINE_BYTES
+from appliance.daemon.requests.request import Peer
+from engine.text import reading
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.tiny_tokenizers import CHATML, byte_level
-from tests.worlds.daemon_parts import FakeAppliance
+from tests.worlds.daemon_parts import FakeAppliance, until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 PROMPT = {"prompt": "hi", "max_tokens": 2}
@@ -41,6 +46,7 @@ GRAMMARS = {
     "repeated": "start: /((a{1,500}){1,500}){1,500}/",
     "escape": 'root ::= "\\',
 }
+SLOW_REGEX = "(a{1000}){1000}"
 PATTERNS = {"nested": "(" * 8000 + "a" + ")" * 8000, "repeated": "((a{1,900}){1,900}){1,900}"}
 
 
@@ -173,3 +179,54 @@ async def test_a_chat_whose_reader_is_killed_is_answered(tmp_path):
         assert (await served.chat(max_tokens=2)).status_code == 200
         os.kill(READER.pid, signal.SIGKILL)
         assert (await served.chat(max_tokens=2)).status_code == 200
+
+
+async def test_no_chat_waits_for_grammars_of_others_and_no_grammar_for_late_ones(
+    tmp_path, monkeypatch
+):
+    gate, late, read = threading.Event(), [], READER._read
+
+    def slow(job, body, how, kept):
+        if SLOW_REGEX.encode() not in body:  # in time, also on a busy machine
+            return read(job, body, reading.FORKED if how == reading.YIELDING else how, kept)
+        if how == reading.YIELDING:
+            raise reading.Late
+        late.append(job)
+        assert gate.wait(120)
+        return b"{}"
+
+    monkeypatch.setattr(READER, "_read", slow)
+    monkeypatch.setattr(fair_threads, "peer_of", lambda http: Peer(key=http.headers["x-key"]))
+    regex = {**PROMPT, "guided_regex": SLOW_REGEX}
+    long = {"x": "x" * MAX_INLINE_BYTES}  # such bodies are decoded in a thread
+    async with serving(fake(), tmp_path / "api.sock") as served:
+
+        async def post(key, body):
+            path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+            reply = await served.http.post(path, json=body, headers={"x-key": key}, timeout=120)
+            return reply.status_code
+
+        bodies = [(key, body) for key in "abc" for body in (regex, regex | long)]
+        waiting = [asyncio.create_task(post(*one)) for one in bodies]
+        try:
+            await until(lambda: late)
+            for body in (CHAT, CHAT | long, regex | {"guided_regex": "a+"}):
+                assert await asyncio.wait_for(post("d", body), 60) == 200
+            assert (len(late), [one.done() for one in waiting]) == (1, [False] * 6)
+        finally:
+            gate.set()
+        assert await asyncio.gather(*waiting) == [200] * 6
+
+
+async def test_a_grammar_is_read_no_longer_than_its_client_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "YIELDING_S", 60.0)
+    READER.start()
+    reader = psutil.Process(READER.pid)
+    before = set(reader.children())
+    async with serving(fake(), tmp_path / "api.sock") as served:
+        _, writer = await served.post("/v1/completions", {**PROMPT, "guided_regex": SLOW_REGEX})
+        await until(lambda: set(reader.children()) - before)
+        (fork,) = set(reader.children()) - before
+        fork.suspend()
+        writer.close()
+        await until(lambda: fork not in reader.children())

@@ -1,7 +1,8 @@
-"""How much memory a process may take for what it has read; each tries in a process of its own."""
+"""How much memory and time a process may take for what it reads; each has its own process."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -46,3 +47,27 @@ def test_what_fits_is_bounded_by_what_was_read(case):
     command = [sys.executable, "-c", SCRIPT + case]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.stdout.split() == ["True", "False"], ended.stderr
+
+
+SPIN = """
+import socket
+import engine.reader.__main__ as reader
+from engine.reader.jobs import JOBS
+from engine.text.answers import LONG_TEXT, TEXT
+
+def spin(*_):
+    while True:
+        pass
+
+JOBS["encode"], reader.TEXT_CPU_S = spin, 0.05
+job, other = socket.socketpair()
+other.sendall(reader.marshal.dumps(("encode", ("a", False))))
+other.shutdown(socket.SHUT_WR)
+"""
+
+
+@pytest.mark.parametrize("kind", ["TEXT", "LONG_TEXT"])
+def test_a_text_that_computes_without_end_ends_its_process_at_the_limit(kind):
+    command = [sys.executable, "-c", f"{SPIN}reader._limited(job, {kind})"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == -signal.SIGPROF, ended.stderr

@@ -19,7 +19,7 @@ from engine.errors import CheckpointError, Overran, RequestError, Unavailable, U
 from engine.text import reading
 from engine.text.answers import TEXT, Answer, send_answer
 from engine.text.chat_template import TOO_COSTLY, ChatTemplate
-from engine.text.reading import READER, Reader
+from engine.text.reading import READER, Asker, Late, Left, Reader
 from tests.family_templates import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("in_time")
@@ -41,6 +41,11 @@ def reader():
 
 def render(reader, template, **variables):
     return reader.read("render", template, {"messages": [USER], **variables})
+
+
+def slow_grammar(reader):
+    """Read a grammar for a client that would wait for idle cores first."""
+    return Asker().do(lambda: reader.read("constraint", "grammar", SLOW_GRAMMAR, True))
 
 
 def children(reader):
@@ -191,8 +196,7 @@ def test_a_job_whose_process_is_killed_is_done_again(reader):
     assert reader.num_restarts == 1
 
 
-def test_a_grammar_whose_process_is_killed_is_read_again(reader, monkeypatch):
-    monkeypatch.setattr(reading, "YIELDING_S", 60.0)  # else another fork may answer before the kill
+def test_a_grammar_whose_process_is_killed_is_read_again(reader):
     render(reader, "")
     result = in_thread(lambda: reader.read("constraint", "grammar", SLOW_GRAMMAR, True))
     while not (forks := children(reader)):
@@ -217,7 +221,7 @@ def test_a_grammar_does_not_keep_templates_waiting(reader):
 
 def test_a_grammar_that_takes_long_leaves_the_cores_to_all_else(reader):
     render(reader, "")
-    result = in_thread(lambda: reader.read("constraint", "grammar", SLOW_GRAMMAR, True))
+    result = in_thread(lambda: slow_grammar(reader))
     while not (forks := children(reader)):
         time.sleep(0.001)
     seen = {os.SCHED_OTHER}
@@ -228,14 +232,39 @@ def test_a_grammar_that_takes_long_leaves_the_cores_to_all_else(reader):
     result()
 
 
-def test_a_grammar_that_finds_no_idle_core_is_read_on_busy_ones(reader):
+def test_a_grammar_that_finds_no_idle_core_is_late(reader):
     render(reader, "")
-    result = in_thread(lambda: reader.read("constraint", "grammar", SLOW_GRAMMAR, True))
+    result = in_thread(lambda: slow_grammar(reader))
     while not (forks := children(reader)):
         time.sleep(0.001)
     forks[0].suspend()  # as one that gets no core
-    assert isinstance(result(), str)
+    assert isinstance(result(), Late)
     forks[0].wait(60)  # it is ended
+    assert (reader.num_restarts, sum(reader.failures.values())) == (0, 0)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_grammar_whose_client_leaves_is_ended_and_none_of_its_is_begun(
+    reader, monkeypatch, is_late
+):
+    monkeypatch.setattr(reading, "YIELDING_S", 60.0)
+    render(reader, "")
+    asker = Asker(is_late=is_late)
+
+    def read():
+        return reader.read("constraint", "grammar", SLOW_GRAMMAR, True)
+
+    result = in_thread(lambda: asker.do(read))
+    while not (forks := children(reader)):
+        time.sleep(0.001)
+    forks[0].suspend()
+    asker.leave()
+    assert isinstance(result(), Left)
+    forks[0].wait(60)
+    with pytest.raises(Left):
+        asker.do(read)
+    assert children(reader) == []
+    assert isinstance(read(), str)  # of the next client
     assert (reader.num_restarts, sum(reader.failures.values())) == (0, 0)
 
 
@@ -375,8 +404,7 @@ def test_of_jobs_that_find_no_idle_core_one_at_a_time_gets_a_share_of_busy_ones(
     reader, at_once, most = Reader(), [], []
 
     def read(job, body, how, kept):
-        if how == reading.YIELDING:
-            raise reading._Late
+        assert how == reading.FORKED
         at_once.append(job)
         most.append(len(at_once))
         time.sleep(0.01)
@@ -384,6 +412,7 @@ def test_of_jobs_that_find_no_idle_core_one_at_a_time_gets_a_share_of_busy_ones(
         return b"done"
 
     monkeypatch.setattr(reader, "_read", read)
-    jobs = [in_thread(lambda: reader.read("constraint")) for _ in range(3)]
+    late = Asker(is_late=True)
+    jobs = [in_thread(lambda: late.do(lambda: reader.read("constraint"))) for _ in range(3)]
     assert [wait() for wait in jobs] == ["done"] * 3
     assert most == [1, 1, 1]

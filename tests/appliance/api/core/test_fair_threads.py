@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
+from appliance.api.core import fair_threads
 from appliance.api.core.fair_threads import TURN_S, Turns
 from appliance.api.core.wire import Arrival
 from appliance.daemon.requests.request import Peer
@@ -89,6 +91,14 @@ async def desk() -> AsyncIterator[Desk]:
     assert await asyncio.wait_for(free, 30) == "free"
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in seconds, which stands until a test moves it."""
+    now = [0.0]
+    monkeypatch.setattr(fair_threads, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
 async def test_the_result_and_the_error_of_the_work_are_the_callers() -> None:
     turns = Turns("desk", 1)
     assert await turns.run(Client("a").http, lambda: 3) == 3
@@ -97,6 +107,7 @@ async def test_the_result_and_the_error_of_the_work_are_the_callers() -> None:
     assert await turns.run(Client("a").http, lambda: 4) == 4
 
 
+@pytest.mark.usefixtures("clock")
 async def test_peers_are_served_in_turn_and_each_in_its_order(desk: Desk) -> None:
     for what in ("a0", "a1", "a2", "b1", "b2"):
         await desk.ask(what)
@@ -171,6 +182,38 @@ async def test_a_turn_keeps_its_thread_for_the_next_piece_of_work(desk: Desk) ->
     assert await waiting == "b1"
 
 
+async def test_a_turn_that_goes_to_other_threads_leaves_its_own_to_others(desk: Desk) -> None:
+    with desk.turns.turn(Client("a").http) as turn:
+        assert await turn.run(lambda: 1) == 1
+        turn.go_to(Turns("other", 1))
+        b1 = await desk.ask("b1")
+        desk.go("b1")
+        assert await asyncio.wait_for(b1, 30) == "b1"
+        assert await turn.run(lambda: 2) == 2
+
+
+async def test_work_whose_client_leaves_is_ended_if_it_can_be(desk: Desk) -> None:
+    client, gate, begun = Client("a"), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert gate.wait(120)
+        raise RequestError("its client has left")
+
+    async def work_on() -> None:
+        with desk.turns.turn(client.http) as turn:
+            await turn.run(work, gate.set)
+
+    working = asyncio.create_task(work_on())
+    await until(begun.is_set)
+    client.hang_up()
+    with pytest.raises(ClientDisconnect):
+        await asyncio.wait_for(working, 30)
+    with desk.turns.turn(Client("b").http) as turn:
+        assert await turn.run(lambda: "done", gate.clear) == "done"
+        assert gate.is_set()
+
+
 async def test_a_turn_that_is_refused_when_it_comes_begins_nothing(desk: Desk) -> None:
     begun: list[str] = []
 
@@ -206,6 +249,19 @@ async def test_a_peer_whose_work_took_long_waits_for_those_whose_work_did_not(
     await asyncio.sleep(8 * TURN_S)
     await desk.finish()
     assert desk.begun == [first, "b1", "b2", "a2"]
+
+
+async def test_a_peer_that_comes_anew_is_next(desk: Desk, clock: list[float]) -> None:
+    for what in ("a0", "a1", "b1", "b2"):
+        await desk.ask(what)
+    for begun, what in ((["a0"], "a0"), (["a0", "b1"], "b1"), (["a0", "b1", "a1"], "c1")):
+        await until(lambda begun=begun: desk.begun == begun)  # type: ignore[misc]
+        clock[0] += 1.0
+        if what == "c1":
+            await desk.ask(what)
+        desk.go(what)
+    await desk.finish()
+    assert desk.begun == ["a0", "b1", "a1", "c1", "b2"]
 
 
 async def test_a_peer_leaves_a_thread_to_others() -> None:
