@@ -319,11 +319,11 @@ def ask(
     """
     ours, theirs = socket.socketpair()
     asker = _HERE.asker if how in (YIELDING, FORKED) else None  # the rest run one after another
-    with ours, asker.awaits(ours) if asker else contextlib.nullcontext():
+    with ours, theirs, asker.awaits(ours) if asker else contextlib.nullcontext():
         ours.settimeout(YIELDING_S if how == YIELDING else LONGEST_S)
-        with theirs:
-            fds = [theirs.fileno()] if kept is None else [theirs.fileno(), kept.fileno()]
-            socket.send_fds(control, [how], fds)
+        fds = [theirs.fileno()] if kept is None else [theirs.fileno(), kept.fileno()]
+        socket.send_fds(control, [how], fds)
+        theirs.close()
         with contextlib.suppress(ConnectionError):  # what has answered already reads no more
             ours.sendall(body)
         ours.shutdown(socket.SHUT_WR)
