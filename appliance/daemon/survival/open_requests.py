@@ -52,9 +52,15 @@ class OpenRequests:
             self._lines[rid] = _line(msgspec.structs.replace(row, finish_reason=None, error=None))
         return left
 
-    def begin(self) -> None:
-        """Start a new file: the previous daemon's requests are in the log."""
+    def begin(self, *, has_rows: bool = True) -> None:
+        """Start a new file.
+
+        Args:
+            has_rows: whether the previous daemon's requests are in the log, or have been noted.
+        """
         with self._lock:
+            if not has_rows:
+                self._lines |= {row.rid: _line(row) for row in (*self.answered, *self.cut)}
             self._rewrite()
 
     def add(self, row: LogRow) -> None:

@@ -6,6 +6,7 @@ Invariant: a connection from open_log() is at the newest schema and waits for ot
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import logging
 import os
@@ -20,6 +21,7 @@ from appliance.observe.log.reader import (
     RECOVER,
     SQLITE_ERRORS,
     DamagedLog,
+    DiskRefuses,
     log_error,
     look_at,
 )
@@ -47,6 +49,7 @@ def open_log(path: Path) -> sqlite3.Connection:
     Raises:
         ConfigError: the file cannot be opened, or another program or a newer Penstock made it.
         DamagedLog: it is not a database, or damaged.
+        DiskRefuses: its disk is full, or fails.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,6 +60,8 @@ def open_log(path: Path) -> sqlite3.Connection:
             os.close(open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o640))
         connection = sqlite3.connect(path, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise DiskRefuses(f"cannot make the request log: {error}", where=str(path)) from error
         raise ConfigError(
             f"cannot open the request log: {error}",
             where=str(path),
@@ -85,7 +90,7 @@ def open_log(path: Path) -> sqlite3.Connection:
         connection.close()
         describe = write_error if is_ours else log_error
         wrong = describe("cannot use the request log", error, path)
-        if isinstance(wrong, DamagedLog):
+        if isinstance(wrong, (DamagedLog, DiskRefuses)):
             raise wrong from error
         raise ConfigError(wrong.what, where=wrong.where, hint=_ELSEWHERE) from error
     except PenstockError:

@@ -161,6 +161,10 @@ SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError, MemoryError)
 """What sqlite3 raises: of a damaged file also that a text, or its own message, is no UTF-8."""
 
 
+class DiskRefuses(PenstockError):
+    """The log's disk is full or fails; a retry may help."""
+
+
 class DamagedLog(PenstockError):
     """The file is not an SQLite database, or damaged; a retry cannot help."""
 
@@ -168,7 +172,9 @@ class DamagedLog(PenstockError):
 
 
 def log_error(what: str, error: Exception, path: Path) -> PenstockError:
-    """Make the error for one of SQLITE_ERRORS; DamagedLog if the file's bytes are wrong.
+    """Make the error for one of SQLITE_ERRORS: DamagedLog if the file's bytes are wrong.
+
+    DiskRefuses if the disk is at fault.
 
     Args:
         what: what failed, as `cannot read the request log`.
@@ -179,6 +185,8 @@ def log_error(what: str, error: Exception, path: Path) -> PenstockError:
     is_garbled = isinstance(error, UnicodeDecodeError)
     if is_garbled or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return DamagedLog(what, where=str(path), hint=RECOVER)
+    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+        return DiskRefuses(what, where=str(path))
     if about.startswith("no such"):
         hint = "is it a request log? `penstock serve` upgrades an older one"
         wrong = PenstockError(what, where=str(path), hint=hint)

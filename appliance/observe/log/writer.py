@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -37,6 +38,7 @@ from appliance.observe.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.observe.log.reader import (
     SQLITE_ERRORS,
     DamagedLog,
+    DiskRefuses,
     read_events,
     read_row,
     read_rows,
@@ -55,7 +57,7 @@ from appliance.observe.log.statements import (
     insert_run,
     update_energy,
 )
-from engine.errors import ConfigError, FileError, PenstockError, RequestError, Unavailable
+from engine.errors import FileError, PenstockError, RequestError, Unavailable
 from engine.system.threads import start
 
 _LOG = logging.getLogger("penstock.request_log")
@@ -106,7 +108,7 @@ class RequestLog:
         self._stop_reason: str | None = None
         self._run: dict[str, str | None] = {}
         self._run_id = 0
-        self._is_first_run = True
+        self._killed_by = ""
         self._is_failing = False
         self._limits = limits or RetentionLimits()
         self._upkeep = Upkeep(self._limits)
@@ -120,8 +122,10 @@ class RequestLog:
         except DamagedLog as error:
             self._set_aside(error)
             self._connection = open_log(path)
+        except DiskRefuses as error:
+            self._connection = self._without_file(error)
         remove_unfinished(path)
-        self._file_id = file_id(path)
+        self._file_id = None if self._is_failing else file_id(path)
         # A daemon thread: a disk that hangs may delay close(), but not the end of the process.
         self._writer = threading.Thread(target=self._write, name="request-log", daemon=True)
 
@@ -146,7 +150,7 @@ class RequestLog:
     ) -> int:
         """Record this start, end an unended run before it, and start the writer.
 
-        Requests that were open then get their rows.
+        Requests that were open then get their rows. All this waits while the disk takes no writes.
 
         Args:
             killed_by: the signal that ended the previous daemon; empty: unknown.
@@ -163,30 +167,43 @@ class RequestLog:
             "roles": roles,
             "transport": transport,
         }
+        self._killed_by = killed_by
         try:
-            self._begin_run(killed_by)
+            if not self._is_failing:
+                self._begin_run()
         except DamagedLog as error:
             abandon(self._connection)
             self._set_aside(error)
             self._connection = open_log(self.path)
-            self._file_id = file_id(self.path)
+            self._file_id, self._killed_by = file_id(self.path), ""
             self._begin_run()
-        if self._is_first_run:  # the log of the run that these are of was damaged, or taken away
-            for row in (*self._open.answered, *self._open.cut):
-                self.record(row)
-        self._open.begin()
+        except DiskRefuses as error:
+            abandon(self._connection)
+            self._connection, self._file_id = self._without_file(error), None
+        self._open.begin(has_rows=not self._is_failing)
         start(self._writer)
         return self._run_id
 
-    def _begin_run(self, killed_by: str = "") -> None:
+    def _without_file(self, error: DiskRefuses) -> sqlite3.Connection:
+        """Begin without a file; rows wait until the disk takes it."""
+        self._say_failing(error)
+        return sqlite3.connect(":memory:", check_same_thread=False)
+
+    def _begin_run(self) -> None:
         """Record the previous run's end if missing, and begin this one."""
+        left = (self._open.answered, self._open.cut)
         try:
             with self._connection as db:
-                self._is_first_run = db.execute("SELECT 1 FROM runs").fetchone() is None
-                self.crash = end_crashed_run(db, self._open.answered, self._open.cut, killed_by)
+                is_first = db.execute("SELECT 1 FROM runs").fetchone() is None
+                self.crash = end_crashed_run(db, *left, self._killed_by)
             self._run_id = insert_run(self._connection, self._run)
         except SQLITE_ERRORS as error:
             raise write_error("cannot write the request log", error, self.path) from error
+        if is_first:  # the log of the run that these are of was damaged, or taken away
+            for row in chain(*left):
+                self.record(row)
+        else:
+            self._open.drop_recorded(row.rid for row in chain(*left))
 
     def set_limits(self, limits: RetentionLimits) -> None:
         """Apply other limits from now on; the excess is deleted at once."""
@@ -396,11 +413,9 @@ class RequestLog:
                         "UPDATE runs SET stopped_at = ?, stop_reason = ? WHERE run_id = ?",
                         (utc_now(), stop_reason, self._run_id),
                     )
-        except (*SQLITE_ERRORS, ConfigError, DamagedLog) as error:
+        except (*SQLITE_ERRORS, PenstockError) as error:
             self._recorder.reset()  # its template may have gone with the transaction
-            if not self._is_failing:
-                _LOG.error("%s: cannot write, will keep trying: %s", self.path, error)
-            self._is_failing = True
+            self._say_failing(error)
             self._leave_damaged(error)
             return False
         if self._is_failing:
@@ -435,7 +450,10 @@ class RequestLog:
         self._recorder.reset()
         abandon(self._connection)
         self._connection = open_log(self.path)
-        self._run_id = insert_run(self._connection, self._run)
+        if self._run_id:
+            self._run_id = insert_run(self._connection, self._run)
+        else:
+            self._begin_run()
         if self._file_id is not None:
             about = "the log file was deleted or replaced under the daemon"
             self._say("warning", "log.replaced", about)
@@ -471,6 +489,8 @@ class RequestLog:
 
     def _keep_up(self) -> None:
         """Do one step of pruning, if due."""
+        if self._file_id is None:
+            return
         try:
             pruned = self._upkeep.step(self._connection)
         except SQLITE_ERRORS as error:
@@ -485,6 +505,11 @@ class RequestLog:
         if pruned.requests or pruned.events:  # frames go every hour
             about = f"forgot {pruned.requests} requests and {pruned.events} events"
             self._say("info", "log.pruned", f"{about} beyond {self._limits.describe()}")
+
+    def _say_failing(self, error: Exception) -> None:
+        if not self._is_failing:
+            _LOG.error("%s: cannot write, will keep trying: %s", self.path, error)
+        self._is_failing = True
 
     def _say(self, severity: str, code: str, message: str) -> None:
         """Record an event of the log's own, also in the journal and in frames."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sqlite_utils import Database
 
 from appliance.daemon.requests.row import LogRow, RowEnergy
+from appliance.daemon.survival.open_requests import OpenRequests
 from appliance.observe.frame.latency import Stages, stages
 from appliance.observe.log import store, writer
 from appliance.observe.log.query import RowQuery
@@ -24,7 +25,7 @@ from appliance.observe.log.writer import RequestLog
 from engine.scheduler.sequences.sequence import Stamps
 from engine.wire.run_spec import RunSpec
 from migrations.request_log import migration
-from tests.appliance.logs import US, query, request, rids, row, run_python, sequence, start
+from tests.appliance.logs import US, query, request, rids, row, run_python, sequence, start, write
 
 STAGES = Stages.__dataclass_fields__
 
@@ -215,6 +216,42 @@ def test_a_full_disk_is_outlived_and_counted(path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("will keep trying") == 1
     assert rids(read_rows(path, RowQuery())) == ["cmpl-1"]
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_a_start_on_a_full_disk_writes_all_once_there_is_room(path: Path, has_file: bool) -> None:
+    """What a killed daemon left open, and what comes meanwhile."""
+    if has_file:
+        write(path, row("old"))
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("UPDATE runs SET stopped_at = NULL, stop_reason = NULL")
+            db.commit()
+    path.parent.mkdir(exist_ok=True)
+    with closing(OpenRequests(path)) as left:
+        left.begin()
+        left.add(row("cut", finish_reason=None))
+        left_behind = left.path.read_bytes()
+    path.with_name("requests.open").write_bytes(left_behind)
+    script = (
+        "import resource, sys, time; from pathlib import Path\n"
+        "from appliance.observe.log import writer\n"
+        "from tests.appliance.logs import row, start\n"
+        "writer.RETRY_INTERVAL_S = 0.05\n"
+        "unlimited = resource.RLIM_INFINITY\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1, unlimited))\n"
+        "log = start(Path(sys.argv[1]))\n"
+        "assert log._is_failing\n"
+        "log.record(row('cmpl-1'))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))\n"
+        "assert log.flush(10) and log.close() and log.rows_lost == 0\n"
+    )
+    ended = run_python(script, path)
+    assert ended.returncode == 0, ended.stderr
+    before = {"old"} if has_file else set()
+    assert set(rids(read_rows(path, RowQuery()))) == {"cut", "cmpl-1"} | before
+    reasons = query(path, "SELECT stop_reason FROM runs ORDER BY run_id")
+    assert [reason for (reason,) in reasons][:-1] == (["crash"] if has_file else [])
+    assert not path.with_name("requests.open").exists()
 
 
 @pytest.mark.parametrize("place", ["_store", "_take_batch", "_keep_up"])
