@@ -385,7 +385,9 @@ class Machine:
         if router.roles.ready_workers.isdisjoint(prefills) or router.roles.roles == "colocated":
             return
         for one in new:
-            num_left, worker = one.num_tokens - one.num_computed_tokens, one.worker
+            # Decode computes the token sampled last; what lies before it is prefill's.
+            known = max(one.num_prompt_tokens, one.num_tokens - 1)
+            num_left, worker = known - one.num_computed_tokens, one.worker
             is_let = worker in prefills or one.spares_streams_at == worker
             is_let |= num_left <= MIN_CHUNK_TOKENS or one.num_failed_copies >= MAX_FAILED_COPIES
             if not is_let and any(s.worker == worker and s.output_token_ids for s in running):
