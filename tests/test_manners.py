@@ -7,15 +7,19 @@ import signal
 import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.daemons import ALONE, LONG, Daemon, is_alive
 
 MAX_QUEUED, NUM_PROMPTS = 160, 110
 """Prompts of one request: it fits the queue, two of them do not, and the pool has room for few."""
+
+RAISED = -10
+"""Priority that the service's unit gives to the daemon."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,12 @@ def standing(tiny_llama, tmp_path_factory):
         manager.settimeout(120)
         env = {"NOTIFY_SOCKET": str(folder / "notify")}
         _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-        permit = partial(resource.setrlimit, resource.RLIMIT_CORE, (hard, hard))
+
+        def permit():
+            resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+            with suppress(PermissionError):
+                os.nice(RAISED - os.nice(0))
+
         small = ("--kv-memory", "1MiB", "--max-queued", str(MAX_QUEUED))
         daemon = Daemon(folder, *small, model=tiny_llama, env=env, preexec_fn=permit)
         daemon.wait_for(daemon.is_listening)
@@ -89,6 +98,20 @@ def test_workers_are_pinned_to_different_cores(standing):
         return set(said) == {"prefill", "decode"} and is_as_said and is_apart
 
     standing.wait_for(is_pinned)
+
+
+def test_only_decode_and_the_daemon_keep_a_raised_priority(standing):
+    """The service's unit raises it; prompts and strangers' text wait for tokens on their way."""
+    if os.getpriority(os.PRIO_PROCESS, standing.process.pid) != RAISED:
+        pytest.skip("this user may not raise a priority")
+    workers = {each["name"]: each["pid"] for each in standing.fresh_state()["workers"]}
+    (reader,) = (
+        one.pid
+        for one in psutil.Process(standing.pid).children()
+        if "engine.reader" in one.cmdline()
+    )
+    pids = [standing.pid, workers["decode"], workers["prefill"], reader]
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in pids] == [RAISED, RAISED, 0, 0]
 
 
 def test_no_process_leaves_a_core_dump(standing):

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
@@ -27,6 +27,7 @@ from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.rank_processes import GroupFds, when_ended
 from appliance.fleet.worker_state import WorkerState, weights_progress
 from engine.errors import ChannelClosed, ChannelGarbled, WorkerFailed, WorkerUnfit
+from engine.system.priority import leave_raised_priority
 from engine.system.python_child import python_command
 from engine.units import part_text, size_text
 from engine.wire import beats
@@ -97,11 +98,18 @@ class Supervisor:
         on_lost: OnDied,
         program: Sequence[str] = WORKER_PROGRAM,
         stacks_fd: int | None = None,
+        behind: Collection[str] = (),
     ) -> None:
+        """Make its workers, without processes.
+
+        Args:
+            behind: workers that do not decode, and so leave a raised priority to others.
+        """
         self.workers = {plan.name: WorkerState(plan, setup) for plan, setup in workers}
         self._fds = inherited_fds
         self._program = program
         self._stacks_fd = stacks_fd
+        self._behind = behind
         self._on_report = on_report
         self._on_ready = on_ready
         self._on_died = on_died
@@ -222,6 +230,8 @@ class Supervisor:
                     inherited = [*fds, *own, *self._fds]
                     env = self._environment(worker, rank)
                     started.append(_opened([*command, *common], inherited, env))
+                    if worker.plan.name in self._behind:
+                        leave_raised_priority(started[-1].pid)
             except OSError:
                 ours.close()
                 for process in started:

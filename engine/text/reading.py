@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from engine.errors import CheckpointError, Overran, Unavailable, Unreadable
+from engine.system.priority import leave_raised_priority
 from engine.system.python_child import python_command
 from engine.system.threads import HELPERS, process_time_s
 from engine.text.answers import FORKED, HERE, MODEL, YIELDING, Answer, receive_answer
@@ -286,6 +287,7 @@ class Reader:
                         pass_fds=[theirs.fileno()],
                         env=_environment(),
                     )
+                    leave_raised_priority(process.pid)
             except OSError as error:
                 ours.close()
                 about = f"the process that reads such texts does not start: {error.strerror}"

@@ -1,7 +1,7 @@
 """The gaps of two chats while ten thousand texts become vectors, over those of quiet times.
 
 usage: python -m tests.benchmarks.texts_gap [--texts 10000] [--tokens 64] [--rounds 5]
-       [--senders 2] [--quiet 8] [--control] [--model FOLDER]
+       [--senders 2] [--quiet 8] [--control] [--nice -10] [--model FOLDER]
        [--embedder FOLDER | --shape --dtype] [-- OPTIONS of penstock serve]
 
 A daemon of its own has static roles, so that the texts are the prefill worker's. Two chats ask one
@@ -10,7 +10,8 @@ time again; texts are sent by so many processes of `penstock embed`. Printed are
 rounds: the texts' over all quiet ones, and the second quiet times' over the first ones', which is
 what the machine's noise makes. With --control each round has one more quiet time's length, in which
 a loop that yields to everything (SCHED_IDLE) holds prefill's cores in place of texts: what chats
-lose merely by that is in the texts' gaps, too. The chats' model is the starter model unless --model
+lose merely by that is in the texts' gaps, too. --nice is the daemon's priority; the service's unit
+has -10. The chats' model is the starter model unless --model
 names another; the embedding model is of random values in the shape of MiniLM or bge-small unless
 one is named.
 """
@@ -18,6 +19,7 @@ one is named.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import subprocess
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--senders", type=int, default=2)
     parser.add_argument("--quiet", type=float, default=8.0, help="seconds of a quiet time")
     parser.add_argument("--control", action="store_true", help="hold prefill's cores, too")
+    parser.add_argument("--nice", type=int, default=0)
     parser.add_argument("--model", type=Path)
     add_options(parser)
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -119,7 +122,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         folder = Path(scratch)
         model = "--embedding-model", str(embedder(options, folder))
-        daemon = Daemon(folder / "d", *ARMS["alias"], *model, *serving, model=options.model)
+        command = [*ARMS["alias"], *model, *serving]
+        raised = functools.partial(os.nice, options.nice)
+        daemon = Daemon(folder / "d", *command, model=options.model, preexec_fn=raised)
         try:
             gaps = run(options, daemon.wait_ready(), folder)
         finally:

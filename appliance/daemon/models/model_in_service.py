@@ -28,6 +28,7 @@ from appliance.observe.telemetry.disturbances import Disturbances
 from engine.errors import PenstockError
 from engine.scheduler.cache.ledger import Ledger
 from engine.scheduler.cache.prefix_misses import PrefixMisses
+from engine.scheduler.cache.topology import DECODE, PREFILL
 from engine.scheduler.queue.queue import FairQueue
 from engine.scheduler.router import Router
 from engine.text.reading import READER
@@ -70,7 +71,7 @@ class ModelInService:
 
     def start(self, plan: BootPlan) -> None:
         """Spawn the workers of a plan, and make their router."""
-        self.plan = plan
+        self.plan, topology = plan, plan.placement.topology
         self.supervisor = Supervisor(
             plan.workers,
             plan.inherited_fds,
@@ -79,6 +80,7 @@ class ModelInService:
             on_died=partial(self._on_died, plan),
             on_lost=partial(self._on_lost, plan),
             stacks_fd=self._stacks_fd,
+            behind={*topology.playing(PREFILL)} - {*topology.playing(DECODE)},
         )
         self.supervisor.spawn_all()
         self._has_workers = True
