@@ -2,7 +2,8 @@
 
 Each job comes with a socket for its text and its answer. Jobs that clients' texts may make long
 run in a fork each, beside all others and behind the machine's other work: a flood of them costs the
-steps that are being computed no core.
+steps that are being computed no core. Short ones run one after another in a fork that stays: ending
+it costs the next job a fork, where ending this process would cost all a start.
 Invariant: no job outlives its limits; the process ends with the daemon's end of its channel.
 """
 
@@ -22,14 +23,24 @@ import sys
 from typing import Any
 
 from engine.errors import CheckpointError, Unavailable, Unreadable
-from engine.reader.jobs import JOBS
+from engine.reader.jobs import JOBS, compiled
 from engine.reader.limits import (
     BYTES_PER_BYTE,
     BYTES_PER_TOKENIZER_BYTE,
     limit_memory,
     limit_memory_of_text,
 )
-from engine.text.answers import HERE, LONG_TEXT, MODEL, TEXT, YIELDING, Answer, send_answer
+from engine.text.answers import (
+    CHAT,
+    FORKED,
+    HERE,
+    LONG_TEXT,
+    MODEL,
+    TEXT,
+    YIELDING,
+    Answer,
+    send_answer,
+)
 from engine.text.grammar import json_grammar, validate
 
 MEMORY_BYTES = 1 << 30
@@ -37,6 +48,8 @@ MEMORY_BYTES = 1 << 30
 FORK_MEMORY_BYTES, MODEL_MEMORY_BYTES = 3 << 28, 1 << 31
 CPU_S, FORK_CPU_S, MODEL_CPU_S, TEXT_CPU_S = 5.0, 2.0, 20.0, 1.0
 """Maximum of a job: many times what the longest texts take that can be served."""
+CHAT_CPU_S = 0.15
+"""Maximum while other chats wait; one that takes longer is rendered again, in a fork of its own."""
 TEXT_CPU_S_PER_BYTE = 1e-5
 """Ten times what tokenizers take on a slow core."""
 PR_SET_PDEATHSIG, NO_SIGNAL = 1, 0
@@ -137,8 +150,7 @@ class Forks:
                 self._forget()
                 job.close()
                 os.close(ended)
-                while fds := socket.recv_fds(theirs, 16, 1)[1]:
-                    _do_here(socket.socket(fileno=fds[0]), TEXT)
+                _do_each(theirs, TEXT)
                 os._exit(os.EX_OK)
             os.close(held)
             theirs.close()
@@ -167,10 +179,14 @@ class Forks:
         if pid == 0:
             if kind == MODEL:
                 self._read_model(*sockets)
+            elif kind == CHAT:
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                self._forget()
+                _do_each(sockets[1], CHAT)
             else:
-                if kind == LONG_TEXT:
+                if kind in (LONG_TEXT, FORKED):  # it is waited for as long as it computes
                     _tell(job, Answer.BEGUN, str(os.getpid()))
-                else:
+                if kind != LONG_TEXT:
                     os.nice(FORK_NICE)
                     resource.setrlimit(resource.RLIMIT_AS, (FORK_MEMORY_BYTES, FORK_MEMORY_BYTES))
                 _limited(job, kind)
@@ -236,6 +252,12 @@ def _yield_cores(*_: object) -> None:
             os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
 
+def _do_each(channel: socket.socket, kind: bytes) -> None:
+    """Do one job after another, until the channel ends."""
+    while fds := socket.recv_fds(channel, 16, 1)[1]:
+        _do_here(socket.socket(fileno=fds[0]), kind)
+
+
 def _do_here(job: socket.socket, kind: bytes) -> None:
     with job:
         if _limited(job, kind) == Answer.OVERRAN:
@@ -260,11 +282,17 @@ def _limited(job: socket.socket, kind: bytes) -> Answer:
             limit_memory(BYTES_PER_TOKENIZER_BYTE if name == "tokenizer" else BYTES_PER_BYTE)
         elif kind in (TEXT, LONG_TEXT):
             limit_memory_of_text(len(body))
+        elif kind == CHAT:
+            with contextlib.suppress(Exception):  # raised again when it is used
+                compiled(args[0])  # by a new process, which is not the chat's doing
+            signal.setitimer(signal.ITIMER_PROF, CHAT_CPU_S)
         answer, result = _answered(name, args)
     except BaseException as error:  # noqa: BLE001 - it is told, and this process ends
         _report(error)
         os._exit(FAILED)
     signal.setitimer(signal.ITIMER_PROF, 0)
+    if answer == Answer.OVERRAN and kind in (TEXT, CHAT):
+        os.abort()  # which tells it, once no other job can come to this process
     _tell(job, answer, result)
     return answer
 
@@ -272,7 +300,7 @@ def _limited(job: socket.socket, kind: bytes) -> Answer:
 def _cpu_s(kind: bytes, num_bytes: int) -> float:
     if kind in (TEXT, LONG_TEXT):
         return TEXT_CPU_S + num_bytes * TEXT_CPU_S_PER_BYTE
-    return {HERE: CPU_S, MODEL: MODEL_CPU_S}.get(kind, FORK_CPU_S)
+    return {HERE: CPU_S, CHAT: CPU_S, MODEL: MODEL_CPU_S}.get(kind, FORK_CPU_S)
 
 
 def _answered(name: str, args: tuple[Any, ...]) -> tuple[Answer, str | bytes]:

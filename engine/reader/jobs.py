@@ -40,17 +40,17 @@ TEXTS_NICE = 10
 NUM_TEMPLATES = 8
 """A model has up to two, and several models may take turns."""
 
-_template = functools.lru_cache(NUM_TEMPLATES)(JinjaTemplate)
+compiled = functools.lru_cache(NUM_TEMPLATES)(JinjaTemplate)
 
 
 def _takes_tools(source: str, tool_source: str) -> str:
     """Compile both templates of a model; say `yes` if the second one shows tools."""
-    _template(source)
-    return "yes" if _template(tool_source).uses("tools") else ""
+    compiled(source)
+    return "yes" if compiled(tool_source).uses("tools") else ""
 
 
 def _render(source: str, variables: dict[str, Any]) -> str:
-    return _template(source).render(variables)
+    return compiled(source).render(variables)
 
 
 def _constraint(kind: str, value: Any, is_whole: bool) -> str:

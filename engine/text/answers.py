@@ -12,6 +12,8 @@ HERE, FORKED, YIELDING, MODEL = b"-", b"f", b"y", b"m"
 Models are read in a fork of its own kind."""
 TEXT, LONG_TEXT = b"t", b"l"
 """How a text is tokenized: in a fork that does one after another, or in one of its own."""
+CHAT = b"c"
+"""How chats are rendered: in a fork that stays, one after another, each for a short time."""
 _HEAD = struct.Struct("<BI")
 
 

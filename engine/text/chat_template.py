@@ -86,7 +86,8 @@ class ChatTemplate:
             text = self._reader.read("render", source, known)
         except Overran as error:
             about = f"the model's chat template cannot be used with these messages: {error.what}"
-            raise RequestError(about, code=TOO_COSTLY, param="messages") from error
+            hint = "send less text, fewer messages or fewer tools, or ask another model"
+            raise RequestError(about, code=TOO_COSTLY, param="messages", hint=hint) from error
         except Unreadable as error:
             raise _refusal(error.what) from error
         return _cut(text) if continue_final_message else text

@@ -4,7 +4,7 @@ Templates, schemas, patterns and grammars are programs that others wrote, and a 
 claim anything. Read here, they would hold the interpreter's lock, and with it the loop, or fill the
 memory; so `engine/reader`, which is started once, reads them.
 Invariant: a job that takes too much fails alone; one that is ended from outside is done again once;
-a grammar's ends when its client leaves.
+a grammar's, or a slow chat's, ends when its client leaves.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from engine.errors import CheckpointError, Overran, Unavailable, Unreadable
 from engine.system.priority import leave_raised_priority
 from engine.system.python_child import python_command
 from engine.system.threads import HELPERS, process_time_s
-from engine.text.answers import FORKED, HERE, MODEL, YIELDING, Answer, receive_answer
+from engine.text.answers import CHAT, FORKED, HERE, MODEL, YIELDING, Answer, receive_answer
 
 PROGRAM = python_command("-m", "engine.reader")
-FORKING = frozenset(("constraint", "calls", "mended"))
-"""Jobs that run beside each other, like jobs on models; the rest run one at a time."""
 TEXT_JOBS = frozenset(("encode", "encode_each", "spans", "decode"))
 _JOB_NAMES = {
     **dict.fromkeys(("render", "takes_tools"), "a chat template"),
@@ -69,7 +67,7 @@ class Ended(Exception):
 
 
 class Late(Exception):
-    """A job has found no idle core in time."""
+    """A job has found no idle core in time, or others have waited long enough for it."""
 
 
 class Left(Exception):
@@ -77,10 +75,10 @@ class Left(Exception):
 
 
 class Asker:
-    """A client that waits for grammars to be read.
+    """A client that waits for its chat and grammars to be read.
 
     Args:
-        is_late: idle cores did not suffice: its jobs get a share of busy ones.
+        is_late: its jobs took long: they get forks of their own, and a share of busy cores.
     """
 
     def __init__(self, *, is_late: bool = False) -> None:
@@ -144,6 +142,8 @@ class Reader:
         self._one_late_at_a_time = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._chats: tuple[socket.socket, socket.socket] | None = None
+        """The channel of the fork that renders chats, and what tells of its end."""
         self._owner = 0
         self.num_restarts = 0
         self.failures: Counter[str] = Counter()
@@ -166,20 +166,31 @@ class Reader:
             Unreadable: with the reason, for the text's author.
             Overran: it would take too long or too much memory.
             Unavailable: the process cannot be started, or is ended from outside.
-            Late: it finds no idle core, and its asker has not said that it may have a busy one.
+            Late: it takes long, and its asker is not late yet.
             Left: its asker has left.
         """
         try:
             body = marshal.dumps((job, args))
         except ValueError as error:
             raise Unreadable("it is nested too deeply") from error
-        if job not in FORKING:
-            with self._one_at_a_time:
-                return self._done(job, body, HERE).decode()
-        if _HERE.asker is not None and not _HERE.asker.is_late:
-            return self._done(job, body, YIELDING).decode()
+        asker = _HERE.asker
+        if job == "takes_tools":
+            return self._in_turn(job, body, HERE)
+        try:
+            if job == "render" and (asker is None or not asker.is_late):
+                return self._in_turn(job, body, CHAT)
+            if asker is not None and not asker.is_late:
+                return self._done(job, body, YIELDING).decode()
+        except Late:
+            if asker is not None:
+                raise
         with self._one_late_at_a_time:  # two would take cores from one step in turns
             return self._done(job, body, FORKED).decode()
+
+    def _in_turn(self, job: str, body: bytes, how: bytes) -> str:
+        """Do a job when the ones before it are done."""
+        with self._one_at_a_time:
+            return self._done(job, body, how).decode()
 
     def read_model(
         self, job: str, path: bytes, *args: Any, kept: socket.socket | None = None
@@ -219,7 +230,8 @@ class Reader:
 
     def _overran(self, job: str, why: str) -> Overran:
         self.failures[why] += 1
-        about = "reading it failed" if why == "error" else f"reading it takes too much {why}"
+        doing = "rendering" if job == "render" else "reading it"
+        about = f"{doing} failed" if why == "error" else f"{doing} takes too much {why}"
         what = _JOB_NAMES.get(job, "a grammar")
         what = f"{what} was given up, and its request refused"
         self.tell(f"{'a model was given up' if job in MODEL_JOBS else what}: {about}")
@@ -228,7 +240,10 @@ class Reader:
     def _read(self, job: str, body: bytes, how: bytes, kept: socket.socket | None) -> bytes:
         process, control = self.start()
         try:
-            answer, result = ask(control, how, body, kept)
+            if how == CHAT:
+                answer, result = self._ask_chats(control, body)
+            else:
+                answer, result = ask(control, how, body, kept)
         except TimeoutError as error:
             if how == YIELDING:
                 raise Late from error
@@ -236,7 +251,29 @@ class Reader:
             raise Ended(UNKNOWN) from error
         except OSError as error:
             raise Ended(_exit_code(process)) from error
+        if how == CHAT and answer == Answer.ENDED and int(result) == -signal.SIGPROF:
+            raise Late
         return self.result(job, answer, result)
+
+    def _ask_chats(self, control: socket.socket, body: bytes) -> tuple[Answer, bytes]:
+        """Have a chat rendered by the fork for these, which is started first; one at a time."""
+        if (chats := self._chats) is None:
+            chats = self._chats = _begin_chats(control)
+        channel, end = chats
+        try:
+            return ask(channel, CHAT, body)
+        except OSError as error:
+            try:
+                if isinstance(error, TimeoutError):
+                    raise
+                return receive_answer(end)
+            finally:
+                self._end_chats()
+
+    def _end_chats(self) -> None:
+        for each in self._chats or ():
+            each.close()
+        self._chats = None
 
     def result(self, job: str, answer: Answer, result: bytes) -> bytes:
         """Return what was answered, or raise it.
@@ -269,11 +306,13 @@ class Reader:
         with self._starting:
             if self._owner != os.getpid():  # the other process is of a fork's parent
                 self._process, self._control, self._owner = None, None, os.getpid()
+                self._end_chats()
             process, control = self._process, self._control
             if process is not None and control is not None:
                 if (exit_code := process.poll()) is None:
                     return process, control
                 control.close()
+                self._end_chats()
                 self.num_restarts += 1
                 self.tell(f"the process that reads templates and grammars {_ended(exit_code)}")
             ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -303,6 +342,7 @@ class Reader:
                 self._process.kill()
                 self._process.wait()
             self._process = self._control = None
+            self._end_chats()
 
 
 def ask(
@@ -331,6 +371,22 @@ def ask(
         ours.shutdown(socket.SHUT_WR)
         answer, result = receive_answer(ours)
         return _of_helper(ours, int(result)) if answer == Answer.BEGUN else (answer, result)
+
+
+def _begin_chats(control: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """Start the fork that renders chats: its channel, and the socket that tells of its end."""
+    channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    end, their_end = socket.socketpair()
+    for each in (channel, end):
+        each.settimeout(LONGEST_S)
+    with theirs, their_end:
+        try:
+            socket.send_fds(control, [CHAT], [their_end.fileno(), theirs.fileno()])
+        except OSError:
+            channel.close()
+            end.close()
+            raise
+    return channel, end
 
 
 def _of_helper(job: socket.socket, pid: int) -> tuple[Answer, bytes]:

@@ -26,8 +26,8 @@ class SizeThreads(NamedTuple):
     bodies: Turns
     grammars: Turns
     """Compiling takes half a second at most: then grammars are late."""
-    late_grammars: Turns
-    """Take seconds where no core is idle."""
+    late: Turns
+    """Takes seconds: grammars where no core is idle, and chats that render slowly."""
 
 
 class BodyThreads:
@@ -38,7 +38,7 @@ class BodyThreads:
         self._small = SizeThreads(
             Turns("admission", NUM_THREADS, num_each=NUM_EACH, **waiting),
             Turns("grammar", NUM_THREADS, num_each=NUM_EACH, **waiting),
-            Turns("late-grammar", 1, **waiting),
+            Turns("late", 1, **waiting),
         )
         self._large = SizeThreads(
             Turns("large-body", NUM_THREADS, num_each=NUM_EACH),

@@ -55,18 +55,27 @@ class Entry:
         return arrival_of(self.http).peer.name
 
     async def run(self, work: Callable[[], R], *, is_quick: bool) -> R:
-        """Do a step's work: on the loop if that is quick and the body small, else in its thread."""
+        """Do a step's work: on the loop if that is quick and the body small, else in its thread.
+
+        A chat that renders slowly begins again, apart from all others.
+        """
         if is_quick and len(self.body) <= MAX_INLINE_BYTES:
             return work()
-        return await self._turn.run(work)
+        try:
+            return await self._turn.run(partial(Asker().do, work))
+        except Late:
+            return await self._begin_again(work)
 
     async def compile(self, work: Callable[[], R]) -> R:
         """Do a step's work that compiles grammars, apart from bodies; again if these are late."""
-        threads = threads_for(self.http, self.body)
         try:
-            return await self._ask(threads.grammars, Asker(), work)
+            return await self._ask(threads_for(self.http, self.body).grammars, Asker(), work)
         except Late:
-            return await self._ask(threads.late_grammars, Asker(is_late=True), work)
+            return await self._begin_again(work)
+
+    async def _begin_again(self, work: Callable[[], R]) -> R:
+        """Do late work, one piece at a time; it ends with its client's connection."""
+        return await self._ask(threads_for(self.http, self.body).late, Asker(is_late=True), work)
 
     async def _ask(self, turns: Turns, asker: Asker, work: Callable[[], R]) -> R:
         self._turn.go_to(turns)

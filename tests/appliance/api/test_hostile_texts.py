@@ -174,6 +174,44 @@ async def test_a_template_that_takes_too_much_fails_the_chat_and_nothing_else(
         assert (await served.complete(max_tokens=2)).status_code == 200
 
 
+SLOW_TO_RENDER = (
+    "{% for one in messages %}{% for i in range(9 * one.content | length) %}"
+    "{% for j in range(9 * one.content | length) %}{% endfor %}{% endfor %}{% endfor %}" + CHATML
+)
+"""By the square of each message's length."""
+LONG_CHAT = CHAT | {"messages": [{"role": "user", "content": "x" * 10_000}]}
+"""Which that template renders for minutes."""
+
+
+async def test_no_chat_waits_for_others_that_render_slowly(tmp_path, monkeypatch):
+    gate, late, read = threading.Event(), [], READER._read
+
+    def slow(job, body, how, kept):
+        if how == reading.FORKED:
+            late.append(job)
+            assert gate.wait(120)
+        return read(job, body, how, kept)
+
+    monkeypatch.setattr(READER, "_read", slow)
+    async with serving(fake(SLOW_TO_RENDER), tmp_path / "api.sock") as served:
+
+        async def post(body):
+            return await served.http.post("/v1/chat/completions", json=body, timeout=120)
+
+        waiting = [asyncio.create_task(post(LONG_CHAT)) for _ in range(2)]
+        try:
+            await until(lambda: late or waiting[0].done())
+            for _ in range(3):
+                assert (await asyncio.wait_for(post(CHAT), 60)).status_code == 200
+            assert (len(late), [one.done() for one in waiting]) == (1, [False] * 2)
+        finally:
+            gate.set()
+        for reply in await asyncio.gather(*waiting):
+            code = reply.json()["error"]["code"]
+            assert (reply.status_code, code) == (400, "too_costly")
+    assert late == ["render"] * 2  # each once
+
+
 async def test_a_chat_whose_reader_is_killed_is_answered(tmp_path):
     async with serving(fake(), tmp_path / "api.sock") as served:
         assert (await served.chat(max_tokens=2)).status_code == 200
