@@ -305,6 +305,7 @@ READS_BY_HAND = {
     "engine/reader/__main__.py": "/proc",
     "engine/reader/limits.py": "/proc",
     "engine/system/own_files.py": "/proc",
+    "engine/system/threads.py": "/proc",
     "engine/worker/device.py": "/proc",
     "engine/worker/self_test.py": "sources of ours",
 }

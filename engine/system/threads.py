@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from _thread import start_new_thread
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
 
 from engine.errors import PenstockError
@@ -44,12 +48,40 @@ def start(thread: Thread) -> None:
         raise PenstockError(f"no thread for {thread.name}: {about}", hint=hint) from error
 
 
+@contextmanager
+def helped_by(pid: int) -> Iterator[None]:
+    """Have a process work for this thread, which waits for it."""
+    thread = threading.get_ident()
+    before = HELPERS.get(thread)
+    HELPERS[thread] = pid
+    try:
+        yield
+    finally:
+        if before is None:
+            del HELPERS[thread]
+        else:
+            HELPERS[thread] = before
+
+
 def process_time_s(pid: int) -> float | None:
     """Read a process's CPU time; None: it has ended."""
     try:
         return time.clock_gettime(~pid << 3 | _CPU_CLOCK)
     except OSError:
         return None
+
+
+def is_runnable(task: int) -> bool:
+    """Say whether a thread, or a process's first one, computes or waits for a core.
+
+    Args:
+        task: the kernel's number of a thread, or a process.
+    """
+    try:
+        about = Path(f"/proc/{task}/stat").read_bytes()
+    except OSError:  # it has ended
+        return False
+    return about.rpartition(b") ")[2].startswith(b"R")
 
 
 def thread_time_s(thread: int, clock: int) -> float | None:

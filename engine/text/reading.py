@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from engine.errors import CheckpointError, Overran, Unavailable, Unreadable
 from engine.system.priority import leave_raised_priority
 from engine.system.python_child import python_command
-from engine.system.threads import HELPERS, process_time_s
+from engine.system.threads import helped_by, is_runnable, process_time_s
 from engine.text.answers import CHAT, FORKED, HERE, MODEL, YIELDING, Answer, receive_answer
 
 PROGRAM = python_command("-m", "engine.reader")
@@ -240,10 +240,11 @@ class Reader:
     def _read(self, job: str, body: bytes, how: bytes, kept: socket.socket | None) -> bytes:
         process, control = self.start()
         try:
-            if how == CHAT:
-                answer, result = self._ask_chats(control, body)
-            else:
-                answer, result = ask(control, how, body, kept)
+            with helped_by(process.pid):  # it starts, and forks
+                if how == CHAT:
+                    answer, result = self._ask_chats(control, body)
+                else:
+                    answer, result = ask(control, how, body, kept)
         except TimeoutError as error:
             if how == YIELDING:
                 raise Late from error
@@ -390,21 +391,18 @@ def _begin_chats(control: socket.socket) -> tuple[socket.socket, socket.socket]:
 
 
 def _of_helper(job: socket.socket, pid: int) -> tuple[Answer, bytes]:
-    """Receive the answer of a process for as long as that computes.
+    """Receive the answer of a process for as long as that computes, or waits for a core.
 
     Raises:
         Overran: it does not for LONGEST_S, as the disk hangs.
     """
     poll, used_s = select.poll(), None
     poll.register(job, select.POLLIN)
-    HELPERS[threading.get_ident()] = pid
-    try:
+    with helped_by(pid):
         while not poll.poll(1e3 * LONGEST_S):
             before_s, used_s = used_s, process_time_s(pid)
-            if used_s == before_s:  # it is ended when its socket is closed
+            if used_s == before_s and not is_runnable(pid):  # it is ended when its socket is closed
                 raise Overran(f"its disk does not answer for {LONGEST_S:g} s")
-    finally:
-        del HELPERS[threading.get_ident()]
     return receive_answer(job)
 
 

@@ -1,8 +1,9 @@
 """Read a disk that may hang (NFS, FUSE) in a thread of its own.
 
 Nothing can end a thread that waits in the kernel, so it is left behind and does not delay the exit.
-Even a slow read uses CPU time, here or in the process that reads a model for the thread. So a
-thread without CPU time hangs; the total time has no limit.
+Even a slow read uses CPU time, here or in the process that reads a model for the thread. So if
+both sleep without using any, the disk hangs. Waits for a core do not count, and the total time has
+no limit.
 
 Invariant: a hanging disk blocks neither the loop nor the exit.
 """
@@ -14,18 +15,40 @@ import time
 from _thread import start_new_thread
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from engine.errors import PenstockError
-from engine.system.threads import thread_time_s
+from engine.system.threads import HELPERS, is_runnable, thread_time_s
 
 HANG_S = 30.0
-"""Time without CPU use after which a thread is left behind."""
+"""Time asleep without CPU use after which a thread is left behind."""
 SILENT_S = 5.0
 """Time without a result after which the user is told what is read."""
 _LOOK_S = 0.5
 
 T = TypeVar("T")
+
+
+class _Begun(NamedTuple):
+    """A thread that reads."""
+
+    thread: int
+    task: int
+    """The kernel's number of it."""
+    clock: int
+
+    @classmethod
+    def here(cls) -> _Begun:
+        thread = threading.get_ident()
+        return cls(thread, threading.get_native_id(), time.pthread_getcpuclockid(thread))
+
+    def used_s(self) -> float | None:
+        return thread_time_s(self.thread, self.clock)
+
+    def is_runnable(self) -> bool:
+        """Say whether it, or the process that reads for it, computes or waits for a core."""
+        helper = HELPERS.get(self.thread)
+        return is_runnable(self.task) or (helper is not None and is_runnable(helper))
 
 
 async def read_in_thread(
@@ -49,11 +72,10 @@ async def read_in_thread(
 
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()
-    clocks: list[tuple[int, int]] = []
+    begun: list[_Begun] = []
 
     def run() -> None:
-        thread = threading.get_ident()
-        clocks.append((thread, time.pthread_getcpuclockid(thread)))
+        begun.append(_Begun.here())
         try:
             result = read()
         except BaseException as error:  # noqa: BLE001  # it is raised where it is waited for
@@ -71,8 +93,9 @@ async def read_in_thread(
     silent_s, used_s, has_told = 0.0, None, False
     try:
         while not (await asyncio.wait({waiting}, timeout=_LOOK_S))[0]:
-            before_s, used_s = used_s, thread_time_s(*clocks[0]) if clocks else None
-            silent_s = silent_s + _LOOK_S if used_s == before_s else 0.0
+            before_s, used_s = used_s, begun[0].used_s() if begun else None
+            is_asleep = not (begun and begun[0].is_runnable())
+            silent_s = silent_s + _LOOK_S if used_s == before_s and is_asleep else 0.0
             if silent_s >= HANG_S:
                 hint = "see the kernel log, and what serves that file system"
                 raise PenstockError(f"{what} does not answer for {HANG_S:g} s", hint=hint)

@@ -7,6 +7,7 @@ import pytest
 
 from engine.errors import PenstockError
 from engine.system import threads
+from tests.running import running
 
 
 def test_a_thread_runs_when_its_start_returns():
@@ -50,3 +51,24 @@ def test_the_time_of_a_thread_grows_while_it_computes():
     before_s = threads.thread_time_s(thread, clock)
     sum(range(100_000))
     assert threads.thread_time_s(thread, clock) > before_s
+
+
+@pytest.mark.parametrize(
+    ("program", "is_runnable"), [("while True: pass", True), ("input()", False)]
+)
+def test_a_process_that_waits_for_what_it_reads_is_not_runnable(program, is_runnable):
+    with running(program) as process:
+        for _ in range(3000):  # until it has got there
+            if threads.is_runnable(process.pid) == is_runnable:
+                break
+            time.sleep(0.01)
+        assert threads.is_runnable(process.pid) == is_runnable
+    assert not threads.is_runnable(process.pid)
+
+
+def test_a_thread_has_its_last_helper_until_that_is_done():
+    with threads.helped_by(1):
+        with threads.helped_by(2):
+            assert threads.HELPERS[get_ident()] == 2
+        assert threads.HELPERS[get_ident()] == 1
+    assert get_ident() not in threads.HELPERS

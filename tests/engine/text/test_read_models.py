@@ -6,12 +6,13 @@ import json
 import math
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, product
+from itertools import count, islice, product
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from engine.errors import CheckpointError, Overran
 from engine.system.python_child import python_command
 from engine.system.threads import HELPERS
 from engine.text import read_models, reading
+from engine.text.answers import Answer, send_answer
 from engine.text.reading import READER, Reader
 from engine.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
@@ -35,6 +37,7 @@ from tests.hostile_models import (
     sentence_piece_bomb,
 )
 from tests.protobuf_fields import field
+from tests.running import running
 
 pytestmark = pytest.mark.usefixtures("in_time")
 
@@ -158,12 +161,26 @@ def test_a_disk_that_hangs_costs_its_own_read_alone(short, monkeypatch):
     monkeypatch.setattr(reading, "LONGEST_S", 0.5)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(short.read_model, "config", b"m")
-        while not HELPERS:
+        while {*HELPERS.values()} <= {short.pid}:
             time.sleep(0.01)
         assert short.read_model("checkpoint", os.fsencode(STARTER_FOLDER))
         assert isinstance(asked.exception(), Overran)
     assert not HELPERS
     assert short.num_restarts == 0
+
+
+def test_a_process_that_gets_no_core_is_waited_for(monkeypatch):
+    looks, (ours, theirs) = count(), socket.socketpair()
+
+    def used_s(_):
+        if next(looks) == 20:
+            send_answer(theirs, Answer.DONE, "{}")
+        return 0.0  # as if it were not run
+
+    monkeypatch.setattr(reading, "LONGEST_S", 0.01)
+    monkeypatch.setattr(reading, "process_time_s", used_s)
+    with ours, theirs, running("while True: pass") as helper:
+        assert reading._of_helper(ours, helper.pid) == (Answer.DONE, b"{}")
 
 
 def test_what_reads_a_model_ends_with_the_process_that_asked():
@@ -173,7 +190,7 @@ def test_what_reads_a_model_ends_with_the_process_that_asked():
         "from engine.system.python_child import python_command\n"
         "reader = Reader(python_command('-c', sys.argv[1]))\n"
         "threading.Thread(target=reader.read_model, args=('config', b'm'), daemon=True).start()\n"
-        "while not HELPERS: time.sleep(0.01)\n"
+        "while {*HELPERS.values()} <= {reader.pid}: time.sleep(0.01)\n"
         "print(*HELPERS.values(), flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", script, PROGRAM]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from appliance.daemon.process import disk_reads
 from appliance.daemon.process import limits as process
 from engine.errors import PenstockError
+from engine.system.threads import helped_by
+from tests.running import running
 
 
 @pytest.fixture
@@ -120,3 +123,37 @@ def test_a_slow_disk_is_waited_for_as_long_as_its_thread_computes(
     monkeypatch.setattr(disk_reads, "thread_time_s", used_s)
     assert asyncio.run(disk_reads.read_in_thread("it", hanging.wait, pytest.fail))
     assert next(looks) > 100
+
+
+@pytest.mark.usefixtures("hanging")
+@pytest.mark.parametrize("has_core", [False, True], ids=["starved", "hanging"])
+def test_a_process_that_only_gets_no_core_is_waited_for_and_one_at_a_pipe_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_core: bool
+) -> None:
+    """The starved one would run; the other waits for a file, as at a disk that hangs."""
+    looks = itertools.count()
+    done = threading.Event()
+
+    def used_s(*_: int) -> float:
+        if next(looks) > 100:
+            done.set()
+        return 0.0  # as if nothing of it were run
+
+    os.mkfifo(tmp_path / "file")
+    program = f"open({str(tmp_path / 'file')!r})" if has_core else "while True: pass"
+    monkeypatch.setattr(disk_reads, "thread_time_s", used_s)
+    with running(program) as helper:
+
+        def read() -> bool:
+            with helped_by(helper.pid):
+                return done.wait(60)
+
+        reading = disk_reads.read_in_thread("it", read, lambda _: None)
+        try:
+            if has_core:
+                with pytest.raises(PenstockError, match="does not answer"):
+                    asyncio.run(reading)
+            else:
+                assert asyncio.run(reading)
+        finally:
+            done.set()
