@@ -60,7 +60,7 @@ class SilenceWatch:
 
     def _answers(self) -> bool:
         try:
-            self._client.text("/health")
+            self._client.get("/health")
         except DaemonUnreachable:
             return False
         except ClientError:

@@ -17,7 +17,7 @@ from appliance.cli import listings, terminal
 from appliance.cli.new_file import appearing
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Host, Output, ProgressLine
-from appliance.client.calls import Client
+from appliance.client.calls import Client, GenerationFailed
 from engine.errors import FileError, UsageError
 
 AT_ONCE = 128
@@ -132,7 +132,9 @@ def _batches(lines: Sequence[Line]) -> Iterator[Sequence[Line]]:
 def _asked(client: Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Ask without a limit of time: how long it takes depends on the texts."""
     with client.stream(path, body) as reply:
-        return next(iter(reply))
+        for answer in reply:
+            return answer
+    raise GenerationFailed("the reply is empty", where=path)
 
 
 def _vectors(

@@ -9,7 +9,7 @@ import http.client
 import json
 import select
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -124,8 +124,13 @@ class Client:
         self.post(f"/v1/requests/{quote(request_id, safe='', errors=_BYTES)}/cancel")
 
     def text(self, path: str) -> str:
-        """GET something that is no JSON; raises as get()."""
-        return self._read("GET", path, None).decode()
+        """GET something that is no JSON; raises as get(), also of JSON."""
+        content = self._read("GET", path, None)
+        with suppress(ValueError):
+            _object(json.loads(content), path)
+            raise ClientError("the reply is JSON, not text", where=path, hint=_NO_PENSTOCK)
+        with _explained(self.address):
+            return content.decode()
 
     def chunks(self, path: str, query: Mapping[str, str]) -> Iterator[bytes]:
         """GET a file, as it comes.
@@ -174,10 +179,7 @@ class Client:
     def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         content = self._read(method, path, body)
         with _explained(self.address):
-            reply = json.loads(content)
-        if not isinstance(reply, dict):
-            raise ClientError("the reply is not a JSON object", where=path, hint=_NO_PENSTOCK)
-        return reply
+            return _object(json.loads(content), path)
 
     def _read(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
         connection = _Connection(self.address, self.timeout_s)
@@ -216,7 +218,7 @@ class Stream:
             if data == b"[DONE]":
                 return
             event = _parsed(data)
-            if "error" in event:
+            if event.get("error") is not None:
                 raise GenerationFailed(_message(event["error"]))
             yield event
         if self._is_sse:
@@ -302,10 +304,26 @@ def _reply_error(response: http.client.HTTPResponse, *, is_generation: bool = Fa
 
 def _parsed(data: bytes) -> dict[str, Any]:
     try:
-        return dict(json.loads(data))
-    except (ValueError, TypeError) as error:
+        event = json.loads(data)
+    except ValueError as error:
         what = "the daemon sent something that is not JSON"
         raise GenerationFailed(what, hint=_NO_PENSTOCK) from error
+    if not isinstance(event, dict):
+        raise GenerationFailed("the daemon sent something that is no object", hint=_NO_PENSTOCK)
+    return event
+
+
+def _object(reply: Any, path: str) -> dict[str, Any]:
+    """Return a reply of status 200.
+
+    Raises:
+        ClientError: it is no JSON object, or an error's.
+    """
+    if not isinstance(reply, dict):
+        raise ClientError("the reply is not a JSON object", where=path, hint=_NO_PENSTOCK)
+    if isinstance(error := reply.get("error"), dict):  # a request has a text there
+        raise ClientError(_message(error), where=path, hint=_NO_PENSTOCK)
+    return reply
 
 
 def _message(error: Any) -> str:

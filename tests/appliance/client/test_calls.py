@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -205,3 +206,24 @@ def test_a_socket_of_another_group_gives_the_group_hint(daemon: FakeDaemon) -> N
         os.seteuid(0)
     assert "penstock-users" in caught.value.hint
     assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("reply", [{"error": {"message": "no"}}, [], None])
+def test_a_good_status_makes_no_good_reply_of_an_error_or_of_no_object(
+    daemon: FakeDaemon, client: Client, reply: object
+) -> None:
+    daemon.script.replies = {
+        "GET /a": (200, reply),
+        "POST /a": (200, reply),
+        "GET /text": (200, json.dumps(reply).encode()),
+    }
+    for call in (client.get, client.post, lambda _: client.text("/text")):
+        with pytest.raises(ClientError, match="no" if reply else "not a JSON object"):
+            call("/a")
+    with pytest.raises(GenerationFailed), client.stream("/a", {}) as events:
+        list(events)
+
+
+def test_a_request_that_failed_is_no_failed_call(daemon: FakeDaemon, client: Client) -> None:
+    daemon.script.replies = {"GET /v1/requests/a": (200, {"id": "a", "error": "out of memory"})}
+    assert client.request("a")["error"] == "out of memory"
