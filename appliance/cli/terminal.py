@@ -280,7 +280,7 @@ class ProgressLine:
 
     def wait(self, text: str) -> None:
         """Show what is waited for, and since when."""
-        self.say(f"{text}, {time.monotonic() - self._since_s:.0f} s")
+        self.say(f"penstock: {text}, {time.monotonic() - self._since_s:.0f} s")
 
     def end(self) -> None:
         """Clear the line for what comes next."""

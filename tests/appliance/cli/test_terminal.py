@@ -218,3 +218,11 @@ def test_a_hint_with_a_command_that_is_not_on_the_path_says_where_it_is(
     shown = capsys.readouterr().err
     assert (f"{program} " in shown) == is_told
     assert len(shown.splitlines()) == 2
+
+
+def test_a_wait_is_told_like_every_line_of_the_programs_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "PAUSE_WITHOUT_TERMINAL_S", 0.0)
+    terminal.ProgressLine().wait("loading the model")
+    assert capsys.readouterr().err.startswith("penstock: ")
