@@ -77,7 +77,11 @@ def special_tokens(model: GgufModel) -> dict[str, str]:
 
 def _tokens(model: GgufModel) -> list[str]:
     tokens = model.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
+    if tokens is not None and not len(tokens):
+        what = "tokenizer.ggml.tokens lists no tokens, so no text can be read"
+        hint = "download the file again, or convert the model again with its tokenizer"
+        raise CheckpointError(what, where=str(model.path), hint=hint)
+    if not isinstance(tokens, list):
         raise model.bad("tokenizer.ggml.tokens", "a list of tokens is needed")
     return tokens
 

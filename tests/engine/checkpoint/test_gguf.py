@@ -4,6 +4,7 @@ import dataclasses
 import json
 import struct
 import tracemalloc
+from array import array
 from types import SimpleNamespace
 
 import gguf
@@ -447,3 +448,14 @@ def test_a_count_of_the_metadata_sizes_nothing_before_tensors_confirm_it(
             Checkpoint.open(path)
 
     assert peak_bytes_of(refuse) < 64 * path.stat().st_size
+
+
+@pytest.mark.parametrize("kind", [8, 4], ids=["strings", "numbers"])
+def test_a_vocabulary_of_no_tokens_says_what_to_do(tmp_path, file, kind):
+    model = GgufModel.open(file)
+    tokens = [] if kind == 8 else array("I")
+    bad = dataclasses.replace(model, metadata=model.metadata | {"tokenizer.ggml.tokens": tokens})
+    with pytest.raises(CheckpointError, match="lists no tokens") as refused:
+        read_tokenizer(bad)
+    assert refused.value.where == str(file)
+    assert "download the file again" in refused.value.hint
