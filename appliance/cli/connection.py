@@ -140,7 +140,7 @@ class Connection:
 
     def _listed(self) -> list[dict[str, Any]]:
         """List the daemon's models, the one served first at the beginning."""
-        reply = when_loaded(self.client, lambda: self.client.get("/v1/models"))
+        reply = when_loaded(self.client, lambda: self.client.awaited("/v1/models"))
         return reply.get("data") or [{"id": ""}]
 
     def _chosen(self, asked: str | None) -> ChosenModel:
@@ -155,7 +155,7 @@ class Connection:
             with self.client.stream("/api/generate", {"model": name, "stream": True}) as events:
                 for _ in events:
                     pass
-            about = self.client.get(f"/v1/models/{quote(name)}")
+            about = self.client.awaited(f"/v1/models/{quote(name)}")
         return ChosenModel(name, about)
 
     def _found(self, asked: str) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Connection:
             ):
                 return model
         try:
-            return self.client.get(f"/v1/models/{quote(asked)}")  # it knows its aliases
+            return self.client.awaited(f"/v1/models/{quote(asked)}")  # it knows its aliases
         except ReplyError as error:
             if error.status != 404:
                 raise

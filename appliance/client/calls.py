@@ -77,7 +77,8 @@ class Client:
     Args:
         address: as appliance.client.address.find() has it.
         timeout_s: for replies to get() and post(); a stream may take its time.
-        on_silence: told once of a stream that has not begun after that time; it is waited on.
+        on_silence: told once of a reply to stream() or awaited() that has not begun after that
+            time; it is waited on.
     """
 
     def __init__(
@@ -98,6 +99,14 @@ class Client:
             ClientError: no daemon, no permission, or an error reply.
         """
         return self._call("GET", _with_query(path, query or {}), None)
+
+    def awaited(self, path: str) -> dict[str, Any]:
+        """GET a JSON object from a daemon that may be restarting, however long that takes.
+
+        Raises:
+            ClientError: as get().
+        """
+        return self._call("GET", path, None, is_patient=True)
 
     def request(self, request_id: str) -> dict[str, Any]:
         """Fetch a request's frame, live or finished.
@@ -166,8 +175,7 @@ class Client:
         try:
             with _explained(self.address):
                 _request(connection, "GET" if body is None else "POST", path, body)
-                if self._on_silence is not None and _is_silent(connection, self.timeout_s):
-                    self._on_silence()
+                self._await_reply(connection)
                 response = connection.getresponse()
                 if response.status >= 400:
                     raise _reply_error(response, is_generation=body is not None)
@@ -176,21 +184,34 @@ class Client:
             raise
         return Stream(connection, response)
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        content = self._read(method, path, body)
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None, *, is_patient: bool = False
+    ) -> dict[str, Any]:
+        content = self._read(method, path, body, is_patient=is_patient)
         with _explained(self.address):
             return _object(json.loads(content), path)
 
-    def _read(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
+    def _read(
+        self, method: str, path: str, body: dict[str, Any] | None, *, is_patient: bool = False
+    ) -> bytes:
         connection = _Connection(self.address, self.timeout_s)
         try:
             with _explained(self.address):
-                response = _send(connection, method, path, body)
+                _request(connection, method, path, body)
+                if is_patient:
+                    self._await_reply(connection)
+                response = connection.getresponse()
                 if response.status >= 400:
                     raise _reply_error(response)
                 return response.read()
         finally:
             connection.hang_up()
+
+    def _await_reply(self, connection: _Connection) -> None:
+        """Let a reply begin late; if it has not begun after `timeout_s`, tell of it."""
+        if self._on_silence is not None and _is_silent(connection, self.timeout_s):
+            self._on_silence()
+            connection.sock.settimeout(None)
 
 
 class Stream:

@@ -1,13 +1,17 @@
 """The daemon that run and chat use, when one starts at the same moment."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
-from appliance.cli import connection
+from appliance.cli import connection, terminal
 from appliance.cli.connection import ChosenModel, Connection
 from appliance.client.calls import DaemonAbsent
 from engine.errors import AlreadyRunning
+from tests.worlds.fake_daemon import FakeDaemon
 
 
 class Racing(Connection):
@@ -49,3 +53,19 @@ def test_a_daemon_that_serve_starts_at_the_same_moment_is_used():
 def test_a_daemon_on_another_socket_is_reported():
     with pytest.raises(AlreadyRunning), Racing(is_starting=False).with_model(None):
         pass
+
+
+def test_a_daemon_that_restarts_is_waited_for_with_one_note(monkeypatch, tmp_path):
+    daemon = FakeDaemon(tmp_path / "p.sock")  # it takes connections, and answers in the `with`
+    notes = []
+    monkeypatch.setattr(terminal, "note", notes.append)
+    monkeypatch.setattr(terminal, "client", partial(terminal.client, timeout_s=0.02))
+    with ThreadPoolExecutor() as pool:
+        command = pool.submit(Connection, str(daemon.socket_path))
+        while not (notes or command.done()):
+            time.sleep(0.01)
+        time.sleep(0.1)
+        with daemon:
+            assert command.result(60).names_model("m")
+    (note,) = notes
+    assert note.startswith("penstock: no answer from ")

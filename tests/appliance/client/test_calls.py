@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,23 @@ def test_a_stream_that_nobody_answers_is_told_of_and_waited_on(tmp_path: Path) -
         silent = UnixAddress(tmp_path / "silent.sock")
         with pytest.raises(DaemonUnreachable):
             Client(silent, timeout_s=0.01, on_silence=give_up).stream("/x", {})
+    assert said == ["no answer yet"]
+
+
+def test_a_reply_that_begins_late_is_told_of_once_and_read(tmp_path: Path) -> None:
+    late = FakeDaemon(tmp_path / "late.sock")  # it takes connections, and answers in the `with`
+    late.script.replies = {"GET /a": (200, {"x": 1})}
+    said = list[str]()
+    with ExitStack() as stack:
+        restart = threading.Timer(0.2, lambda: stack.enter_context(late))
+        stack.callback(restart.cancel)
+
+        def begin() -> None:
+            said.append("no answer yet")
+            restart.start()
+
+        client = Client(UnixAddress(late.socket_path), timeout_s=0.01, on_silence=begin)
+        assert client.awaited("/a") == {"x": 1}
     assert said == ["no answer yet"]
 
 
