@@ -1,4 +1,4 @@
-"""Serve connections with uvicorn inside the daemon's loop.
+"""Serve connections with uvicorn inside the daemon's loop, and hand them over at a restart.
 
 Invariant: a client that connects is served, or told at once to come back, never left waiting. On
 TCP connections without a key are evicted first, the oldest first, then all that have sent nothing

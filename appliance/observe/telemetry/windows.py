@@ -1,4 +1,4 @@
-"""Keep values of the last minutes, for rates and quantiles.
+"""Keep values of the last minutes, for rates and quantiles, and say which requests count.
 
 Invariant: quantiles cover observed values only; without values they are None.
 """
