@@ -8,6 +8,7 @@ between versions is not tried. Prints seconds and bytes; what is not as it has t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -51,6 +52,9 @@ def newer_package(deb: Path, folder: Path) -> Path:
     )
     for path in (facts, tree / "DEBIAN/control"):
         path.write_text(re.sub(r"(?m)^Version: [\d.]+", f"Version: {NEWER}", path.read_text()))
+    sums, inside = tree / "DEBIAN/md5sums", re.escape(str(facts.relative_to(tree)))
+    new_sum = hashlib.md5(facts.read_bytes()).hexdigest()
+    sums.write_text(re.sub(rf"(?m)^\w+(?=  {inside}$)", new_sum, sums.read_text()))
     made = folder / "newer.deb"
     subprocess.run(["dpkg-deb", "-Zzstd", "-z1", "-b", str(tree), str(made)], check=True)
     shutil.rmtree(tree)

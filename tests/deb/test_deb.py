@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -120,6 +121,26 @@ def test_each_override_of_lintian_has_a_reason() -> None:
         assert len(reason) > 20
         assert tags
         assert all(re.fullmatch(r"[a-z-]+ \*", tag) for tag in tags), reason
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb is not installed")
+def test_the_sums_of_the_newer_package_hold(tmp_path: Path) -> None:
+    tree, site = tmp_path / "tree", "usr/lib/penstock/lib/python3.11/site-packages"
+    facts, control = tree / site / "penstock-0.2.0.dist-info/METADATA", tree / "DEBIAN/control"
+    for path in (facts, control):
+        path.parent.mkdir(parents=True)
+    facts.write_text("Name: penstock\nVersion: 0.2.0\n")
+    control.write_text("Package: penstock\nVersion: 0.2.0-1~deb12\nArchitecture: all\n")
+    with control.open("a") as file:
+        file.write("Maintainer: Ann <ann@example.org>\nDescription: a test\n")
+    with (tree / "DEBIAN/md5sums").open("w") as sums:
+        command = ["md5sum", str(facts.relative_to(tree))]
+        subprocess.run(command, cwd=tree, stdout=sums, check=True)
+    subprocess.run(["dpkg-deb", "-b", str(tree), str(tmp_path / "old.deb")], check=True)
+    newer, there = proof.newer_package(tmp_path / "old.deb", tmp_path), tmp_path / "there"
+    subprocess.run(["dpkg-deb", "-R", str(newer), str(there)], check=True)
+    assert "Version: 0.99.0-1~deb12\n" in (there / "DEBIAN/control").read_text()
+    subprocess.run(["md5sum", "--quiet", "-c", "DEBIAN/md5sums"], cwd=there, check=True)
 
 
 WHOLE = proof.Reply("Once upon", ("cut off",), 0)
