@@ -481,7 +481,8 @@ def _alerts(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:
         hint = f"run `{alert.get('action') or 'penstock events'}`"
         if alert["code"] == "link.down":
             hint = "it retries when a worker starts; see also the kernel log"
-        yield Finding("alert", "note", about, hint)
+        verdict = "bad" if alert["code"] == "log.not_written" else "note"
+        yield Finding("alert", verdict, about, hint)
 
 
 def _daemon(state: dict[str, Any] | PenstockError) -> Finding:

@@ -8,7 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.observe.frame.late_frames import LateFrame, RefusalFrame, SurvivedFrame
+from appliance.observe.frame.late_frames import (
+    LateFrame,
+    RefusalFrame,
+    SurvivedFrame,
+    UnwrittenFrame,
+)
 from appliance.observe.frame.offload_frame import OffloadFrame
 from appliance.observe.frame.protocol import (
     DraftFrame,
@@ -66,6 +71,10 @@ INTERNAL = {
         for name in ("how", "at", "num_kept", "num_waiting")
     },
     "starved": "an alert, and the limiting sentence",
+    **{
+        f"unwritten.{name}": "an alert of the daemon"
+        for name in ("reason", "num_requests", "folder", "would_crash_lose")
+    },
     "workers.num_refused": "status names them, with the reason",
     "workers.other_pids": "status has them",
     "workers.ranks.pid": "status has it",
@@ -128,6 +137,7 @@ def rich() -> Frame:
             client_errors=135,
         ),
         survived=SurvivedFrame("SIGKILL", until, 8, 3),
+        unwritten=UnwrittenFrame("x", 3, "/var/lib", would_crash_lose=True),
         refusals=[
             RefusalFrame("ana", "curl 7", 404, "model_not_found", "no x", 135, 27, 4.5, until)
         ],

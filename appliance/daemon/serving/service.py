@@ -590,7 +590,17 @@ class Service:
             survived = msgspec.structs.replace(survived, num_waiting=len(kept))
         lost = self._log.rows_lost
         texts = self._open_texts.frames(time.monotonic_ns())
-        return ServiceState(reason, live, self._totals, lost, self.swaps, kept, survived, texts)
+        return ServiceState(
+            reason,
+            live,
+            self._totals,
+            lost,
+            self.swaps,
+            kept,
+            survived,
+            texts,
+            self._log.unwritten,
+        )
 
     def _check_when_idle(self) -> None:
         if not self._router.is_idle or self._num_checked == self._totals.accepted:

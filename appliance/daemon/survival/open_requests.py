@@ -41,7 +41,8 @@ class OpenRequests:
         """Lines of requests without a row, by id."""
         self._fd = -1
         self._num_bytes = self._rewrite_at = 0
-        self._is_failing = False
+        self.is_failing = False
+        """Whether the disk refuses the newest lines."""
         self._lock = threading.Lock()
 
     def leave(self, rids: Iterable[str]) -> dict[str, LogRow]:
@@ -74,7 +75,7 @@ class OpenRequests:
         line = _line(row)
         with self._lock:
             self._lines[row.rid] = line
-            is_due = self._is_failing or self._num_bytes > self._rewrite_at
+            is_due = self.is_failing or self._num_bytes > self._rewrite_at
             if not (is_due and self._rewrite()):
                 self._write(line)
 
@@ -84,7 +85,7 @@ class OpenRequests:
             had_some = bool(self._lines)
             for rid in rids:
                 self._lines.pop(rid, None)
-            if self._is_failing:
+            if self.is_failing:
                 self._rewrite()
             elif had_some and not self._lines and self._fd >= 0:
                 with contextlib.suppress(OSError):
@@ -97,7 +98,7 @@ class OpenRequests:
             if self._fd < 0:
                 return
             os.close(self._fd)
-            self._fd, self._is_failing = -1, False
+            self._fd, self.is_failing = -1, False
             if not self._lines:
                 self.path.unlink(missing_ok=True)
 
@@ -118,7 +119,7 @@ class OpenRequests:
             return False
         if self._fd >= 0:
             os.close(self._fd)
-        self._fd, self._num_bytes, self._is_failing = fd, len(lines), False
+        self._fd, self._num_bytes, self.is_failing = fd, len(lines), False
         self._rewrite_at = max(MIN_REWRITE_BYTES, 2 * self._num_bytes)
         return True
 
@@ -133,10 +134,10 @@ class OpenRequests:
             self._num_bytes += len(line)
 
     def _say_failing(self, error: OSError) -> None:
-        if not self._is_failing:
-            what = "requests cut off by a crash now will have no row"
+        if not self.is_failing:
+            what = "a crash now would lose the rows that the log lacks"
             _LOG.error("%s: cannot write, so that %s: %s", self.path, what, error.strerror)
-        self._is_failing = True
+        self.is_failing = True
 
 
 def _write_whole(fd: int, lines: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Describe what is late, refused or survived as parts of a frame."""
+"""Describe what is late, refused, survived or not logged as parts of a frame."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ class SurvivedFrame(msgspec.Struct):
     """Requests that it left open, and whose clients are connected still."""
     num_waiting: int
     """Kept requests that wait for the model to be loaded."""
+
+
+class UnwrittenFrame(msgspec.Struct):
+    """What the request log lacks while it cannot be written."""
+
+    reason: str
+    num_requests: int
+    """Requests that have ended since then; their rows wait in memory, or are lost."""
+    folder: str
+    """The log's folder."""
+    would_crash_lose: bool
+    """Whether a crash would lose their rows, since `requests.open` cannot be written either."""
 
 
 class RefusalFrame(msgspec.Struct):

@@ -11,7 +11,12 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from appliance.observe.frame.late_frames import LateFrame, RefusalFrame, SurvivedFrame
+from appliance.observe.frame.late_frames import (
+    LateFrame,
+    RefusalFrame,
+    SurvivedFrame,
+    UnwrittenFrame,
+)
 from appliance.observe.frame.offload_frame import OffloadFrame
 from appliance.observe.frame.tier_frames import TierFrame
 
@@ -605,6 +610,8 @@ class Frame(msgspec.Struct):
     """The previous daemon's end; None: it was told to stop, or there was none."""
     offload: OffloadFrame | None = None
     """Weights that stay on disk; None: all are in memory."""
+    unwritten: UnwrittenFrame | None = None
+    """What the request log lacks; None: it can be written."""
 
 
 MAX_POOL_OWNERS, MAX_FRAME_REQUESTS, MAX_FRAME_EVENTS = 20, 200, 50

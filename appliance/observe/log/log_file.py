@@ -60,10 +60,11 @@ def open_log(path: Path) -> sqlite3.Connection:
             os.close(open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o640))
         connection = sqlite3.connect(path, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
+        why = getattr(error, "strerror", None) or error  # without the path, which `where` names
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise DiskRefuses(f"cannot make the request log: {error}", where=str(path)) from error
+            raise DiskRefuses(f"cannot make the request log: {why}", where=str(path)) from error
         raise ConfigError(
-            f"cannot open the request log: {error}",
+            f"cannot open the request log: {why}",
             where=str(path),
             hint="choose a folder you may write to with --state-dir",
         ) from error

@@ -23,6 +23,7 @@ from typing import IO, TypeVar
 
 from appliance.daemon.requests.row import LogRow, RefusalRow, RowEnergy
 from appliance.daemon.survival.open_requests import OpenRequests
+from appliance.observe.frame.late_frames import UnwrittenFrame
 from appliance.observe.frame.protocol import MAX_FRAME_EVENTS, EventFrame, Frame, utc_now
 from appliance.observe.frame.recording import gauges
 from appliance.observe.log.frame_rows import Recorder
@@ -109,7 +110,9 @@ class RequestLog:
         self._run: dict[str, str | None] = {}
         self._run_id = 0
         self._killed_by = ""
-        self._is_failing = False
+        self._failing = ""
+        """Why the file cannot be written; empty: it can."""
+        self._num_unwritten = 0
         self._limits = limits or RetentionLimits()
         self._upkeep = Upkeep(self._limits)
         self.said: deque[EventFrame] = deque(maxlen=MAX_FRAME_EVENTS)
@@ -125,7 +128,7 @@ class RequestLog:
         except DiskRefuses as error:
             self._connection = self._without_file(error)
         remove_unfinished(path)
-        self._file_id = None if self._is_failing else file_id(path)
+        self._file_id = None if self._failing else file_id(path)
         # A daemon thread: a disk that hangs may delay close(), but not the end of the process.
         self._writer = threading.Thread(target=self._write, name="request-log", daemon=True)
 
@@ -137,6 +140,15 @@ class RequestLog:
     @property
     def frames_lost(self) -> int:
         return self._frames_lost
+
+    @property
+    def unwritten(self) -> UnwrittenFrame | None:
+        """What the file lacks; None: it can be written."""
+        if not (reason := self._failing):
+            return None
+        return UnwrittenFrame(
+            reason, self._num_unwritten, str(self.path.parent), self._open.is_failing
+        )
 
     def start_run(
         self,
@@ -169,7 +181,7 @@ class RequestLog:
         }
         self._killed_by = killed_by
         try:
-            if not self._is_failing:
+            if not self._failing:
                 self._begin_run()
         except DamagedLog as error:
             abandon(self._connection)
@@ -180,7 +192,7 @@ class RequestLog:
         except DiskRefuses as error:
             abandon(self._connection)
             self._connection, self._file_id = self._without_file(error), None
-        self._open.begin(has_rows=not self._is_failing)
+        self._open.begin(has_rows=not self._failing)
         start(self._writer)
         return self._run_id
 
@@ -233,6 +245,7 @@ class RequestLog:
             self._make_room()
             self._queued.rows.append(row)
             self._num_accepted += 1
+            self._num_unwritten += isinstance(row, LogRow)
             self._wake.notify_all()
 
     def event(
@@ -301,7 +314,7 @@ class RequestLog:
             self._frames_lost += sum(len(batch.frames) for batch in left)
         if num_left:
             _LOG.error("%s: %d rows were not written", self.path, num_left)
-        return not (num_left or self._is_failing or self._writer.is_alive())
+        return not (num_left or self._failing or self._writer.is_alive())
 
     def rows(self, query: RowQuery) -> list[dict[str, object]]:
         """Read requests, including the ones just recorded; blocking. See log.query.
@@ -362,7 +375,7 @@ class RequestLog:
                 if self._is_closing:
                     break
                 self._wait_to_retry()
-        if self._stop_reason and not self._is_failing:
+        if self._stop_reason and not self._failing:
             self._commit(_Batch(), self._stop_reason)
         self._connection.close()
         self._open.close()
@@ -418,14 +431,15 @@ class RequestLog:
             self._say_failing(error)
             self._leave_damaged(error)
             return False
-        if self._is_failing:
+        if self._failing:
             lost = (self._rows_lost, self._frames_lost)
             _LOG.warning("%s: writing again; lost so far: %d rows, %d frames", self.path, *lost)
-        self._is_failing = False
+        self._failing = ""
         self._open.drop_recorded(row.rid for row in batch.rows if not isinstance(row, RefusalRow))
         with self._wake:
             self._rows_lost += num_refused
             self._num_settled += len(batch)
+            self._num_unwritten = sum(isinstance(row, LogRow) for row in self._queued.rows)
             if batch is self._in_hand:
                 self._in_hand = _Batch()
             self._wake.notify_all()
@@ -507,9 +521,11 @@ class RequestLog:
             self._say("info", "log.pruned", f"{about} beyond {self._limits.describe()}")
 
     def _say_failing(self, error: Exception) -> None:
-        if not self._is_failing:
-            _LOG.error("%s: cannot write, will keep trying: %s", self.path, error)
-        self._is_failing = True
+        if not isinstance(error, PenstockError):
+            error = write_error("cannot write the request log", error, self.path)
+        if not self._failing:
+            _LOG.error("%s: %s; will keep trying", self.path, error.what)
+        self._failing = error.what
 
     def _say(self, severity: str, code: str, message: str) -> None:
         """Record an event of the log's own, also in the journal and in frames."""

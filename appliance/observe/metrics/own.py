@@ -61,6 +61,8 @@ def _appliance(frame: Frame) -> Iterator[MetricFamily]:
     yield gauge("penstock_uptime_seconds", "Since the daemon started.", frame.uptime_s)
     lost = frame.totals.log_rows_lost
     yield counter("penstock_log_rows_lost_total", "Rows lost by the request log.", lost)
+    lacks = None if frame.unwritten is None else frame.unwritten.num_requests
+    yield gauge("penstock_log_unwritten_requests", "While the log cannot be written.", lacks)
 
 
 def _requests(frame: Frame) -> Iterator[MetricFamily]:

@@ -26,7 +26,7 @@ from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import Swaps
 from appliance.fleet.weights_plan import kv_text, weights_text
 from appliance.json.lines import encode_line
-from appliance.observe.frame.late_frames import SurvivedFrame
+from appliance.observe.frame.late_frames import SurvivedFrame, UnwrittenFrame
 from appliance.observe.frame.protocol import (
     FRAME_VERSION,
     MAX_FRAME_REQUESTS,
@@ -77,6 +77,7 @@ class ServiceState:
     survived: SurvivedFrame | None = None
     texts: list[RequestFrame] = field(default_factory=list)
     """Open requests for vectors and scores, the oldest first."""
+    unwritten: UnwrittenFrame | None = None
 
 
 class Frames:
@@ -276,6 +277,7 @@ class Frames:
             "events": list(self._telemetry.events),
             "swaps": swaps,
             "survived": standing.survived,
+            "unwritten": standing.unwritten,
             "refusals": self._telemetry.refusals.frames(now_ns / 1e9),
             **({} if self._caches is None else self._caches.frames()),
             **roles_frame(snapshot.roles),

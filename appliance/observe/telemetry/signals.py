@@ -5,6 +5,7 @@ Invariant: an unreported or meaningless signal is not yielded.
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
@@ -371,6 +372,14 @@ def log_rows_lost(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """Yield the rows that the request log lost in the last minute."""
     number = past.num_rows_lost
     yield Signal(number, f"the request log lost {number} rows in {PAST_S:.0f} s")
+
+
+def log_not_written(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Report a request log that cannot be written."""
+    if (lacks := frame.unwritten) is not None:
+        about = f"{lacks.reason}; it lacks {things(lacks.num_requests, 'request')} so far"
+        about += "; a crash would lose what it lacks" * lacks.would_crash_lose
+        yield Signal(1, about, action=f"df -h {shlex.quote(lacks.folder)}")
 
 
 def device_power_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:

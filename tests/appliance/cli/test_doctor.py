@@ -206,6 +206,15 @@ def test_a_daemons_alerts_are_notes() -> None:
     assert list(checks._alerts(PenstockError("no daemon"))) == []
 
 
+def test_a_log_that_cannot_be_written_is_a_fault() -> None:
+    about = "cannot write the request log: database or disk is full; it lacks 3 requests so far"
+    alert = {"code": "log.not_written", "since": "2026-11-22T10:00:00Z", "message": about}
+    (found,) = checks._alerts({"alerts": [alert | {"action": "df -h /var/lib/penstock"}]})
+    assert found.verdict == "bad"
+    assert about in found.found
+    assert found.hint == "run `df -h /var/lib/penstock`"
+
+
 def test_a_link_that_is_down_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     about = "the link from gpu0 to gpu1 is down, its blocks go by shm: it was slow"
     alert = {"code": "link.down", "since": "2026-11-22T10:00:00Z", "message": about}

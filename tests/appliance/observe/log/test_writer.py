@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
+import subprocess
 import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -208,7 +212,7 @@ def test_a_full_disk_is_outlived_and_counted(path: Path) -> None:
         "unlimited = resource.RLIM_INFINITY\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1, unlimited))\n"
         "log.record(row('cmpl-1'))\n"
-        "while not log._is_failing: time.sleep(0.01)\n"
+        "while log.unwritten is None: time.sleep(0.01)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))\n"
         "assert log.flush(10) and log.close() and log.rows_lost == 0\n"
     )
@@ -216,6 +220,53 @@ def test_a_full_disk_is_outlived_and_counted(path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("will keep trying") == 1
     assert rids(read_rows(path, RowQuery())) == ["cmpl-1"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of our own, of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait up to a minute."""
+    end_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_a_log_on_a_full_disk_tells_what_it_lacks_until_there_is_room(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_INTERVAL_S", 0.05)
+    path = small_disk / "requests.db"
+    log = start(path)
+    assert log.flush(60)
+    assert log.unwritten is None
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    for number in range(3):
+        log.record(row(f"cmpl-{number}"))
+    wait_until(lambda: log.unwritten is not None)
+    lacks = log.unwritten
+    assert lacks is not None
+    assert "database or disk is full" in lacks.reason
+    assert (lacks.folder, lacks.num_requests) == (str(small_disk), 3)
+    assert lacks.would_crash_lose
+    filler.unlink()
+    assert log.flush(60)
+    assert log.unwritten is None
+    assert log.close()
+    assert log.rows_lost == 0
 
 
 @pytest.mark.parametrize("has_file", [True, False])
@@ -240,13 +291,15 @@ def test_a_start_on_a_full_disk_writes_all_once_there_is_room(path: Path, has_fi
         "unlimited = resource.RLIM_INFINITY\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1, unlimited))\n"
         "log = start(Path(sys.argv[1]))\n"
-        "assert log._is_failing\n"
+        "assert log.unwritten.num_requests == 0\n"
         "log.record(row('cmpl-1'))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))\n"
         "assert log.flush(10) and log.close() and log.rows_lost == 0\n"
     )
     ended = run_python(script, path)
     assert ended.returncode == 0, ended.stderr
+    (told,) = [line for line in ended.stderr.splitlines() if "will keep trying" in line]
+    assert told.count(str(path)) == 1
     before = {"old"} if has_file else set()
     assert set(rids(read_rows(path, RowQuery()))) == {"cut", "cmpl-1"} | before
     reasons = query(path, "SELECT stop_reason FROM runs ORDER BY run_id")

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.api.operator.cache import HttpCounts
 from appliance.observe.frame.histograms import Histograms
+from appliance.observe.frame.late_frames import UnwrittenFrame
 from appliance.observe.frame.latency import stages
 from appliance.observe.frame.protocol import (
     AlertFrame,
@@ -281,6 +282,7 @@ def test_units_are_those_of_the_names():
         latency=latency,
         slo_ttft_ms=500,
         alerts=[AlertFrame("kv.occupancy", "error", "full", "T", "kv")],
+        unwritten=UnwrittenFrame("the disk is full", 14, "/var/lib", would_crash_lose=False),
     )
     frame.pools[0].record_blocks, frame.pools[0].records, frame.pools[0].snapshots = 51, 4, 9
     samples = scraped(frame)
@@ -293,6 +295,7 @@ def test_units_are_those_of_the_names():
     assert value("penstock_device_energy_joules_total", device="gpu0") == 7.5
     assert value("penstock_energy_joules_total", phase="unattributed") == 5.0
     assert value("penstock_handoff_failures_total") == 3
+    assert value("penstock_log_unwritten_requests") == 14
     assert value("penstock_handoff_probe_bytes_per_second") == 2e9
     assert value("penstock_worker_last_step_age_seconds", worker="decode") == 0.25
     assert value("penstock_kv_bytes", pool="kv", state="active") == 24 * (2 << 20)

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.observe.frame.late_frames import LateFrame, RefusalFrame, SurvivedFrame
+from appliance.observe.frame.late_frames import (
+    LateFrame,
+    RefusalFrame,
+    SurvivedFrame,
+    UnwrittenFrame,
+)
 from appliance.observe.frame.protocol import (
     DeviceFrame,
     Frame,
@@ -439,6 +444,25 @@ def test_a_daemons_death_is_told_for_ten_minutes_with_its_requests_and_a_restart
     assert about("crash", died, 8).endswith("8 requests continue"), "the model is loaded"
     assert about("restart", died) == ""
     assert about("SIGKILL", "2026-11-21T13:51:00.000Z") == ""
+
+
+def test_a_log_that_cannot_be_written_is_an_alert_until_it_is_written_again():
+    full = UnwrittenFrame("cannot write the request log: database or disk is full", 3, "/a b", True)
+    alerts = Alerts()
+    told = alerts.update(at(0, unwritten=full))
+    (alert,) = alerts.frames()
+    assert (alert.code, alert.severity) == ("log.not_written", "error")
+    for part in (full.reason, "3 requests", "a crash would lose"):
+        assert part in alert.message
+    assert alert.action == "df -h '/a b'"
+    kept = msgspec.structs.replace(full, num_requests=1, would_crash_lose=False)
+    told += alerts.update(at(1, unwritten=kept))
+    (alert,) = alerts.frames()
+    assert "1 request so" in alert.message
+    assert "crash" not in alert.message
+    told += alerts.update(at(2))
+    assert alerts.frames() == []
+    assert [change.severity for change in told] == ["error", "info"]
 
 
 def test_an_alert_names_its_request_what_to_type_and_since_when():
