@@ -124,9 +124,14 @@ def upgrade_under_load(machine: Machine, deb: Path) -> str:
     old_pid, start_s = machine.property("MainPID"), time.monotonic()
     upgrade = machine.start("dpkg", "-i", str(deb))
     replies: list[Reply] = []
-    while upgrade.poll() is None:
-        streams = [machine.start(*STREAM) for _ in range(NUM_STREAMS)]
-        replies += map(reply_of, streams)
+    streams = [machine.start(*STREAM) for _ in range(NUM_STREAMS)]
+    while upgrade.poll() is None:  # each is followed by another, so that the restart meets some
+        time.sleep(0.1)
+        for place, stream in enumerate(streams):
+            if stream.poll() is not None:
+                replies.append(reply_of(stream))
+                streams[place] = machine.start(*STREAM)
+    replies += map(reply_of, streams)
     took_s, said = time.monotonic() - start_s, upgrade.communicate()
     different = [found for each in replies if (found := whole.difference(each))]
     assert not different, "\n".join(different)
