@@ -36,8 +36,8 @@ class Answer(enum.IntEnum):
 def send_answer(to: socket.socket, answer: Answer, result: str | bytes) -> None:
     """Send an answer: what it is, the number of its bytes, and these."""
     data = result.encode("utf-8", "replace") if isinstance(result, str) else result
-    to.sendall(_HEAD.pack(answer, len(data)))
-    to.sendall(data)
+    # in one piece: behind a first of two this process may be killed, and its parent's answer follow
+    to.sendall(_HEAD.pack(answer, len(data)) + data)
 
 
 def receive_answer(from_: socket.socket) -> tuple[Answer, bytes]:
