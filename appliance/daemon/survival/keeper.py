@@ -206,6 +206,7 @@ class _Keeper:
         self._num_silent, self._is_watched = 0, False
         while True:
             found = dict(poll.poll(1000 * WATCHDOG_S // WATCHDOG_PARTS))
+            self._reap_orphans()
             if self._channel.fileno() in found:
                 if not self._take():
                     poll.unregister(self._channel)
@@ -219,6 +220,12 @@ class _Keeper:
         status = os.waitpid(self._pid, 0)[1]
         self._last_pid, self._pid = self._pid, 0
         return status
+
+    def _reap_orphans(self) -> None:
+        """Reap ended processes whose parent, a process of the daemon, has died."""
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while (ended := os.waitid(os.P_ALL, 0, options)) and ended.si_pid != self._pid:
+            os.waitpid(ended.si_pid, 0)
 
     def _end_silent(self) -> None:
         """Kill a daemon whose loop has not turned for too long, with its stacks in the log."""

@@ -121,6 +121,16 @@ with open(f"{folder}/said", "a+") as said:
     if action == "silent":
         notify(READY=1)
         time.sleep(600)
+    if action == "orphan":
+        if not os.fork():
+            if not (orphan := os.fork()):
+                os._exit(0)
+            say("orphan", orphan)
+            os._exit(0)
+        os.wait()
+        while True:
+            notify(STATUS="busy")
+            time.sleep(0.05)
     if action == "answer":
         names = os.environ["LISTEN_FDNAMES"]
         say("given", os.environ["LISTEN_FDS"], names, os.environ["LISTEN_PID"] == str(os.getpid()))
@@ -266,6 +276,12 @@ def test_a_ready_daemon_that_stays_silent_is_ended_and_started_again(keep):
     assert kept.wait() == 0
     assert "silent for 0.6 s" in kept.stderr
     assert kept.lives() == ["silent", "exit=0"]
+
+
+def test_a_process_whose_parent_has_died_is_reaped_when_it_ends(keep):
+    """Else each leaves an entry in the table of processes, which is full one day."""
+    (orphan,) = keep("orphan").wait_for("orphan")
+    wait_until(lambda: not Path(f"/proc/{orphan}").exists())
 
 
 def test_a_client_waits_for_the_next_daemon_and_only_what_the_daemon_gave_is_kept(keep, tmp_path):
