@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from appliance.cli import silence
 from appliance.cli.silence import SilenceWatch
 from appliance.client.address import UnixAddress
 from appliance.client.calls import Client
+from tests.waiting import wait_until
 from tests.worlds.fake_daemon import FakeDaemon
 
 
@@ -42,18 +43,11 @@ def watch_of(path: Path, *, is_amid_line: bool = False) -> SilenceWatch:
     return SilenceWatch(Client(UnixAddress(path)), lambda: is_amid_line)
 
 
-def until(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 def test_a_dead_daemon_is_told_of_once_and_that_it_is_back_once(
     kept_socket: Path, notes: list[str]
 ) -> None:
     with watch_of(kept_socket, is_amid_line=True) as watch:
-        until(lambda: notes)
+        wait_until(lambda: notes, 30)
         time.sleep(0.3)
         assert len(notes) == 1
         assert notes[0].startswith("\npenstock: ")
@@ -64,7 +58,7 @@ def test_a_dead_daemon_is_told_of_once_and_that_it_is_back_once(
 
 def test_a_daemon_that_answers_may_take_its_time(tmp_path: Path, notes: list[str]) -> None:
     with FakeDaemon(tmp_path / "p.sock") as daemon, watch_of(daemon.socket_path):
-        until(lambda: len(daemon.script.asked_for("GET /health")) > 2)
+        wait_until(lambda: len(daemon.script.asked_for("GET /health")) > 2, 30)
     assert notes == []
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.daemons import is_alive
+from tests.waiting import wait_until
 
 DAEMON = """
 import os, resource, signal, socket, subprocess, sys, time
@@ -342,10 +343,3 @@ def test_a_service_managers_process_is_the_daemon_itself(tmp_path):
     script = "import os; from appliance.daemon.survival.keeper import keep_daemon; "
     script += "before = os.getpid(); keep_daemon(print); raise SystemExit(os.getpid() != before)"
     assert subprocess.run([sys.executable, "-c", script], env=environ, check=False).returncode == 0
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -7,8 +7,7 @@ import json
 import sqlite3
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from engine.scheduler.sequences.sequence import Stamps
 from engine.wire.run_spec import RunSpec
 from migrations.request_log import migration
 from tests.appliance.logs import US, query, request, rids, row, run_python, sequence, start, write
+from tests.waiting import wait_until
 
 STAGES = Stages.__dataclass_fields__
 
@@ -232,14 +232,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("only root may mount a small disk")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Wait up to a minute."""
-    end_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def test_a_log_on_a_full_disk_tells_what_it_lacks_until_there_is_room(
