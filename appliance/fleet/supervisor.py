@@ -27,7 +27,7 @@ from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.rank_processes import GroupFds, when_ended
 from appliance.fleet.worker_state import WorkerState, weights_progress
 from engine.errors import ChannelClosed, ChannelGarbled, WorkerFailed, WorkerUnfit
-from engine.system.priority import leave_raised_priority
+from engine.system.priority import lower_priority
 from engine.system.python_child import python_command
 from engine.units import part_text, size_text
 from engine.wire import beats
@@ -231,7 +231,7 @@ class Supervisor:
                     env = self._environment(worker, rank)
                     started.append(_opened([*command, *common], inherited, env))
                     if worker.plan.name in self._behind:
-                        leave_raised_priority(started[-1].pid)
+                        lower_priority(0, started[-1].pid)
             except OSError:
                 ours.close()
                 for process in started:

@@ -21,6 +21,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.text_model import Kind, TextModelConfig
 from engine.checkpoint.written_models import written
 from engine.errors import Unreadable, reading_model
+from engine.system.priority import lower_priority
 from engine.text.call_syntax import CallSyntax
 from engine.text.calls_grammar import calls_grammar
 from engine.text.grammar import (
@@ -143,7 +144,7 @@ def _encode_each(texts: list[Any], has_special: bool, cpus: list[int]) -> bytes:
     Args:
         cpus: the cores to do it on; empty: any, as where it may use none of them.
     """
-    os.nice(max(TEXTS_NICE - os.nice(0), 0))  # chats are decoded meanwhile
+    lower_priority(TEXTS_NICE)  # chats are decoded meanwhile
     if cpus:
         with suppress(OSError):
             os.sched_setaffinity(0, cpus)

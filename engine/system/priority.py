@@ -1,17 +1,19 @@
-"""Leave the raised priority that the service was started with to the processes that decode."""
+"""Put a process, or this thread, behind others."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 
-def leave_raised_priority(pid: int) -> None:
-    """Give a process that was just started the usual priority; a lower one stays.
+def lower_priority(nice: int, pid: int = 0) -> None:
+    """Lower a priority to this nice value; a lower one stays.
 
-    It has one thread yet; further ones inherit its priority.
+    Args:
+        nice: 0 takes back what the service's unit has raised.
+        pid: a process that was just started, so that all its threads will inherit it; 0: this
+            thread.
     """
-    try:
-        if os.getpriority(os.PRIO_PROCESS, pid) < 0:
-            os.setpriority(os.PRIO_PROCESS, pid, 0)
-    except ProcessLookupError:  # it has ended, which its owner notices
-        return
+    with suppress(ProcessLookupError):  # it has ended, which its owner notices
+        if os.getpriority(os.PRIO_PROCESS, pid) < nice:
+            os.setpriority(os.PRIO_PROCESS, pid, nice)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from engine.errors import CheckpointError, Overran, Unavailable, Unreadable
-from engine.system.priority import leave_raised_priority
+from engine.system.priority import lower_priority
 from engine.system.python_child import python_command
 from engine.system.threads import helped_by, is_runnable, process_time_s
 from engine.text.answers import CHAT, FORKED, HERE, MODEL, YIELDING, Answer, receive_answer
@@ -327,7 +327,7 @@ class Reader:
                         pass_fds=[theirs.fileno()],
                         env=_environment(),
                     )
-                    leave_raised_priority(process.pid)
+                    lower_priority(0, process.pid)
             except OSError as error:
                 ours.close()
                 about = f"the process that reads such texts does not start: {error.strerror}"

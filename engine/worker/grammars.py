@@ -9,11 +9,11 @@ Invariant: a matcher is used by one thread at a time: first the compiler's, then
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from engine.system.priority import lower_priority
 from engine.text.grammar import GrammarError
 from engine.text.grammar_matcher import GrammarTokenizer, Matcher
 from engine.worker.worker_request import WorkerRequest
@@ -63,7 +63,7 @@ class Grammars:
 
 def _stand_back() -> None:
     """Give this thread, of all of the process, less of a core than steps that want it."""
-    os.nice(max(COMPILER_NICE - os.nice(0), 0))
+    lower_priority(COMPILER_NICE)
 
 
 def _masks(sequence: WorkerRequest) -> Masks:

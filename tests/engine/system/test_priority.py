@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from engine.system.priority import leave_raised_priority
+from engine.system.priority import lower_priority
 
 
 @pytest.fixture
@@ -21,11 +21,11 @@ def test_only_a_raised_priority_is_left(process, nice, left):
         os.setpriority(os.PRIO_PROCESS, process.pid, nice)
     except PermissionError:
         pytest.skip("this user may not raise a priority")
-    leave_raised_priority(process.pid)
+    lower_priority(0, process.pid)
     assert os.getpriority(os.PRIO_PROCESS, process.pid) == left
 
 
 def test_a_process_that_has_ended_is_left_alone(process):
     process.kill()
     process.wait()
-    leave_raised_priority(process.pid)
+    lower_priority(0, process.pid)
