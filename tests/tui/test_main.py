@@ -141,7 +141,7 @@ async def test_a_terminal_of_any_size_is_quiet_while_nothing_changes(daemon):
 
 
 async def quiet_bytes(daemon: FakeDaemon, columns: int, rows: int) -> int:
-    """Count what the console writes in three seconds once it has drawn; at worst, in the last ones."""
+    """Count what the console writes in three seconds once it has drawn, or in the last ones."""
     async with Terminal(columns, rows) as terminal:
         await terminal.run(daemon, env=environ())
         await terminal.until(lambda output: len(output) > 500)
