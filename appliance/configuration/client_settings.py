@@ -26,7 +26,8 @@ def explain(
 ) -> list[FoundSetting]:
     """List every setting with its source, then the settings of the models' tables.
 
-    If a client would ask the unit's daemon, the unit's folders are shown.
+    If a client would ask the unit's daemon, and has no settings of its own, the unit's folders are
+    shown.
 
     Raises:
         ConfigError: as load().
@@ -60,6 +61,8 @@ def _environ_of_asked(
     asked = paths.client_socket(environ) if found is None else found.value
     if asked != paths.SYSTEM_SOCKET or "STATE_DIRECTORY" in environ:
         return environ
+    if paths.config_file(environ) not in (None, paths.SYSTEM_CONFIG):
+        return environ  # a user with settings of his own means the daemon that has them
     state, run = str(paths.SYSTEM_STATE_DIR), str(paths.SYSTEM_SOCKET.parent)
     return {**environ, "STATE_DIRECTORY": state, "RUNTIME_DIRECTORY": run}
 

@@ -28,8 +28,13 @@ LOCK_BYTES = 4096
 
 
 def config_file(environ: Mapping[str, str]) -> Path | None:
-    """Return the default configuration file; None: there is no such file."""
-    both = (SYSTEM_CONFIG, _own_config(environ))
+    """Return the default configuration file; None: there is no such file.
+
+    The service and root read the service's first, other users their own.
+    """
+    both = [_own_config(environ), SYSTEM_CONFIG]
+    if _is_of_service(environ):
+        both.reverse()
     return next((path for path in both if os.path.exists(path)), None)
 
 
@@ -43,15 +48,22 @@ def _own_config(environ: Mapping[str, str]) -> Path:
     return _xdg(environ, "XDG_CONFIG_HOME", ".config") / "penstock" / "penstock.toml"
 
 
+def _is_of_service(environ: Mapping[str, str]) -> bool:
+    """Say whether the service is meant unless another is named: in its unit, and by root."""
+    return "STATE_DIRECTORY" in environ or os.geteuid() == 0
+
+
 def default_socket(environ: Mapping[str, str]) -> Path:
     """Return the socket in RUNTIME_DIRECTORY, the system's, XDG_RUNTIME_DIR or /tmp, in this order.
+
+    The system's is for the service and root alone.
 
     Raises:
         ConfigError: the folder in /tmp is another user's.
     """
     if runtime := _systemd_dir(environ, "RUNTIME_DIRECTORY"):
         return runtime / SOCKET_NAME
-    if os.path.exists(SYSTEM_SOCKET):
+    if _is_of_service(environ) and os.path.exists(SYSTEM_SOCKET):
         return SYSTEM_SOCKET
     folder = private_dir(environ)
     if folder == own_temporary_dir() and os.path.lexists(folder):
@@ -60,10 +72,10 @@ def default_socket(environ: Mapping[str, str]) -> Path:
 
 
 def client_socket(environ: Mapping[str, str]) -> Path:
-    """Return the socket that clients use: default_socket(), or the unit's if that is absent.
+    """Return the socket that clients use: default_socket(), or another's if that is absent.
 
-    Without a unit it is the socket in the lock of this user's daemon, which may have been started
-    with another XDG_RUNTIME_DIR, as by cron or su.
+    It is the service's, or the one in the lock of this user's daemon, which may have been started
+    with another XDG_RUNTIME_DIR, as by cron or su. The service and root take the service's first.
 
     Raises:
         ConfigError: as default_socket(), or the socket in this user's folder is another user's.
@@ -73,7 +85,12 @@ def client_socket(environ: Mapping[str, str]) -> Path:
         if path.parent == private_dir(environ):
             _check_owner(path)
         return path
-    return SYSTEM_SOCKET if has_unit() else _told_socket(environ) or path
+    told, is_user = _told_socket(environ), not _is_of_service(environ)
+    if told and is_user:
+        return told
+    if has_unit() or (is_user and os.path.exists(SYSTEM_SOCKET)):
+        return SYSTEM_SOCKET
+    return told or path
 
 
 def socket_of(state_dir: Path) -> str:

@@ -92,11 +92,37 @@ def test_the_named_file_replaces_the_usual_ones(machine: Path) -> None:
         load({}, {"PENSTOCK_CONFIG": str(machine / "absent.toml")})
 
 
-def test_the_users_file_counts_where_there_is_no_systems(machine: Path) -> None:
+def write_own_toml(machine: Path, text: str) -> None:
     path = machine / "home/.config/penstock/penstock.toml"
     path.parent.mkdir(parents=True)
-    path.write_text('dtype = "float32"\n')
-    assert load({}, {}).dtype == "float32"
+    path.write_text(text)
+
+
+OF_SERVICE = {"STATE_DIRECTORY": "/var/lib/penstock"}
+
+
+@pytest.mark.parametrize(
+    ("uid", "environ", "first"),
+    [(0, {}, "float16"), (60001, OF_SERVICE, "float16"), (60001, {}, "float32")],
+)
+def test_root_and_the_service_read_the_services_file_first_and_users_their_own(
+    machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uid: int,
+    environ: dict[str, str],
+    first: str,
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    write_own_toml(machine, 'dtype = "float32"\n')
+    assert load({}, environ).dtype == "float32"
+    write_toml(machine, 'dtype = "float16"\n')
+    assert load({}, environ).dtype == first
+
+
+def test_a_user_without_a_file_reads_the_services(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 60001)
     write_toml(machine, 'dtype = "float16"\n')
     assert load({}, {}).dtype == "float16"
 
@@ -229,7 +255,10 @@ def test_what_a_running_daemon_cannot_change_is_named_and_kept(machine: Path) ->
     assert changes(taken, new) == ([], ["roles"])
 
 
-def test_the_socket_is_looked_for_in_the_documented_order(machine: Path) -> None:
+def test_root_looks_for_the_socket_in_the_documented_order(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
     environ = {
         "PENSTOCK_SOCKET": "/env.sock",
         "RUNTIME_DIRECTORY": "/run/unit",
@@ -273,6 +302,42 @@ def test_a_daemon_is_found_where_it_says_that_it_listens(machine: Path) -> None:
     lock.unlink()
     os.mkfifo(lock)
     assert socket_path(None, environ) == usual
+
+
+def test_a_user_serves_beside_the_service_and_asks_it_while_no_daemon_of_his_own_runs(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 60001)
+    environ = {"XDG_RUNTIME_DIR": str(machine), "XDG_STATE_HOME": str(machine / "state")}
+    service, own = machine / "run" / "penstock.sock", machine / "penstock" / "penstock.sock"
+    service.touch()
+    own.parent.mkdir()
+    assert load({}, environ).socket == own
+    assert socket_path(None, environ) == service
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(own))
+        assert socket_path(None, environ) == own
+    moved = own.rename(machine / "moved.sock")
+    lock = machine / "state" / "penstock" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text(f"71 {moved}\n")
+    assert socket_path(None, environ) == moved
+
+
+def test_what_a_start_would_use_is_shown_by_the_users_file_though_the_service_is_asked(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 60001)
+    (machine / "run" / "penstock.sock").touch()
+    write_toml(machine, 'dtype = "float16"\n')
+    assert shown("state_dir") == paths.SYSTEM_STATE_DIR
+    write_own_toml(machine, 'dtype = "float32"\n')
+    assert shown("dtype") == "float32"
+    assert shown("state_dir") == machine / "home/.local/state/penstock"
+
+
+def shown(name: str) -> object:
+    return next(each.value for each in explain({}, {}) if each.name == name)
 
 
 def test_a_shared_folder_in_tmp_must_be_ours_alone(machine: Path) -> None:
