@@ -232,6 +232,13 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def tiny_keys(family: str, **overrides: Any) -> dict[str, Any]:
+    """Say what the config.json of a family's tiny model has; an override of `...` drops a key."""
+    keys = _TINY | _OWN.get(family, {}) | overrides
+    keys = {key: value for key, value in keys.items() if value is not ...}
+    return {"text_config": keys, "vision_config": _EYES} if family in _SEEING else keys
+
+
 def make_checkpoint(
     folder: Path,
     family: str = "llama",
@@ -251,11 +258,7 @@ def make_checkpoint(
 
     use_one_thread()
     folder.mkdir(parents=True, exist_ok=True)
-    keys = _TINY | _OWN.get(family, {}) | config_overrides
-    keys = {key: value for key, value in keys.items() if value is not ...}
-    if family in _SEEING:
-        keys = {"text_config": keys, "vision_config": _EYES}
-    config = AutoConfig.for_model(family, **keys)
+    config = AutoConfig.for_model(family, **tiny_keys(family, **config_overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _auto_class(family).from_config(config, dtype=torch.float32)

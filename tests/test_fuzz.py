@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from engine.errors import PenstockError
+from engine.errors import PenstockError, reading_model
 from tests.fuzz.__main__ import feed, fuzz
 from tests.fuzz.mutations import MAX_BYTES, mutated
 from tests.fuzz.parsers import PARSERS, Parser
@@ -46,3 +46,11 @@ def test_every_other_error_is_shown(error, shown):
 
     problem = feed(Parser(parse, [], (PenstockError,)), b"")
     assert problem is None if shown is None else problem.startswith(shown)
+
+
+def test_an_error_that_only_the_last_guard_understood_is_shown():
+    def parse(_):
+        with reading_model("model"):
+            raise KeyError("x")
+
+    assert feed(Parser(parse, [], (PenstockError,)), b"").startswith("unforeseen")

@@ -7,7 +7,6 @@ the file and the key.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,10 @@ from engine.checkpoint.model_file import read_model_text
 from engine.errors import WHAT_IS_SERVED, CheckpointError
 
 REQUIRED = object()
-_MAX_SIZE = 2**31 - 1
+MAX_INTEGER = 2**31 - 1
+_MIN_NUMBER, _MAX_NUMBER = 1e-38, 3e38
+"""What float32 holds, in which models compute."""
+_ABOVE_0 = f"a number above 0, from {_MIN_NUMBER:g} to {_MAX_NUMBER:g}"
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_HINT = "it is an adapter: merge it into its model (peft: merge_and_unload)"
 
@@ -57,7 +59,7 @@ class JsonKeys:
             raise CheckpointError(what, where=str(self.path), hint=WHAT_IS_SERVED)
         return value
 
-    def integer(self, key: str, default: Any = REQUIRED, maximum: int = _MAX_SIZE) -> int:
+    def integer(self, key: str, default: Any = REQUIRED, maximum: int = MAX_INTEGER) -> int:
         """Read a positive integer of at most `maximum`; raise CheckpointError otherwise."""
         value = self.get(key, default)
         if type(value) is not int or not 1 <= value <= maximum:
@@ -65,25 +67,25 @@ class JsonKeys:
         return value
 
     def number(self, key: str, default: Any = REQUIRED) -> float:
-        """Read a finite number above zero."""
+        """Read a number above zero that float32 holds."""
         value = self.get(key, default)
         if not _is_above_0(value):
-            raise self.bad(key, "a number above 0")
+            raise self.bad(key, _ABOVE_0)
         return float(value)
 
     def number_or_none(self, key: str) -> float | None:
-        """Read a finite number above zero; absent or null is None."""
+        """Read what number() does; absent or null is None."""
         return None if self.get(key, None) is None else self.number(key)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Read a list of `count` finite numbers above zero."""
+        """Read a list of `count` numbers as number() does."""
         values = self.get(key, REQUIRED)
         if (
             not isinstance(values, list)
             or len(values) != count
             or not all(map(_is_above_0, values))
         ):
-            raise self.bad(key, f"a list of {count} numbers above 0")
+            raise self.bad(key, f"a list, of length {count}, each {_ABOVE_0}")
         return tuple(map(float, values))
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -97,7 +99,7 @@ class JsonKeys:
         """Read one token id, a list of them, or null for none; a file may also say -1 for none."""
         value = self.get(key, default)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if any(type(token_id) is not int for token_id in ids):
+        if any(type(each) is not int or abs(each) > MAX_INTEGER for each in ids):
             raise self.bad(key, "a token id or a list of them")
         return tuple(dict.fromkeys(ids))
 
@@ -110,4 +112,4 @@ class JsonKeys:
 
 
 def _is_above_0(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
+    return type(value) in (int, float) and _MIN_NUMBER <= value <= _MAX_NUMBER

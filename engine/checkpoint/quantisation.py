@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.checkpoint.json_keys import JsonKeys
+from engine.checkpoint.json_keys import MAX_INTEGER, JsonKeys
 from engine.checkpoint.tensor_info import SeparateTensors, TensorInfo
 from engine.errors import CheckpointError
 
@@ -255,7 +255,7 @@ def _block(keys: JsonKeys, key: str) -> tuple[int, int] | None:
     if sizes is None:
         return None
     is_pair = isinstance(sizes, list) and len(sizes) == 2
-    if not is_pair or not all(type(size) is int and size > 0 for size in sizes):
+    if not is_pair or not all(type(size) is int and 0 < size <= MAX_INTEGER for size in sizes):
         raise keys.bad(key, "two sizes: rows and columns with one scale")
     return sizes[0], sizes[1]
 

@@ -71,6 +71,8 @@ class RopeConfig:
             raise keys.bad(theta_key, "a number above 1")
         if rope.get("rope_type", None) == "proportional":
             share = rope.number("partial_rotary_factor", 1.0)
+            if share > 1:
+                raise rope.bad("partial_rotary_factor", "a share of at most 1")
             num_pairs = int(share * head_dim // 2)
             factor = rope.number("factor", 1.0)
             return cls("proportional", theta, head_dim, factor=factor, num_turned_pairs=num_pairs)

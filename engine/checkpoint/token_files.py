@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.folder_files import FolderFiles, read_text
+from engine.checkpoint.json_keys import MAX_INTEGER
 from engine.checkpoint.sentencepiece_model import (
     CONTROL,
     UNKNOWN,
@@ -86,7 +87,7 @@ class TokenFiles:
         if known is not None:
             return known
         for written in {json.dumps(text), json.dumps(text, ensure_ascii=False)}:
-            if found := re.search(rf"{re.escape(written)}\s*:\s*(\d+)\b", self.vocabulary):
+            if found := re.search(rf"{re.escape(written)}\s*:\s*(\d{{1,9}})\b", self.vocabulary):
                 return int(found[1])
         return None
 
@@ -133,7 +134,7 @@ def read_token_files(folder: FolderFiles, wanted: str = "") -> TokenFiles:
     legacy = [
         AddedToken(text, token_id, text in marks, {"normalized": False})
         for text, token_id in folder.object(ADDED_FILE).items()
-        if text and type(token_id) is int and token_id >= 0
+        if text and is_token_id(token_id)
     ]
     listed = {ADDED_FILE: tuple(legacy), _CONFIG: tuple(_decoder_entries(decoder))}
     listed = {file: each for file, each in listed.items() if each}
@@ -187,10 +188,14 @@ def _of_tokenizer_json(path: Path) -> _Own:
         for token in _own_tokens(path, text)
         if isinstance(token, dict)
         and (content := token_text(token))
-        and type(token.get("id")) is int
-        and token["id"] >= 0
+        and is_token_id(token.get("id"))
     }
     return _Own(ids, vocabulary=text)
+
+
+def is_token_id(value: object) -> bool:
+    """Say whether a value of a file can be a token id."""
+    return type(value) is int and 0 <= value <= MAX_INTEGER
 
 
 def _own_tokens(path: Path, text: str) -> list[Any]:

@@ -27,7 +27,7 @@ from engine.checkpoint.sentencepiece_model import (
     read_sentencepiece,
 )
 from engine.checkpoint.tekken_file import read_tekken, special_texts
-from engine.checkpoint.token_files import TokenFiles, read_words
+from engine.checkpoint.token_files import TokenFiles, is_token_id, read_words
 from engine.checkpoint.tokenizer_source import (
     MERGES,
     SENTENCE_PIECE,
@@ -175,7 +175,7 @@ def _tekken(files: _Folder) -> tokenizers.Tokenizer:
 
 def _merged_pairs(files: _Folder) -> tokenizers.Tokenizer:
     vocabulary = read_object(files.path / VOCABULARY)
-    if not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()):
+    if not all(map(is_token_id, vocabulary.values())):
         raise files.refuse("it is no list of tokens with their ids")
     name = _cut(files, vocabulary)
     lines = read_text(files.path / MERGES).replace("\r\n", "\n").split("\n")

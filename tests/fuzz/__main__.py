@@ -17,6 +17,7 @@ import tracemalloc
 from pathlib import Path
 from random import Random
 
+from engine.errors import CheckpointError
 from tests.fuzz.mutations import mutated
 from tests.fuzz.parsers import PARSERS, Parser
 
@@ -36,8 +37,9 @@ def feed(parser: Parser, data: bytes) -> str | None:
         tracemalloc.start()
     try:
         parser.parse(data)
-    except parser.may_raise:
-        pass
+    except parser.may_raise as error:
+        if is_unforeseen(error):
+            return f"unforeseen: {error}"
     except BaseException as error:  # a panic of Rust is no Exception
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -51,6 +53,12 @@ def feed(parser: Parser, data: bytes) -> str | None:
         return f"too large\n{len(data)} bytes took {peak_bytes >> 20} MiB"
     took_s = time.thread_time() - began_s
     return f"too slow\ntook {took_s:.1f} s of CPU" if took_s > MAX_INPUT_S else None
+
+
+def is_unforeseen(error: BaseException) -> bool:
+    """Say whether nothing but reading_model() has made sense of what was raised."""
+    cause = error.__cause__
+    return isinstance(error, CheckpointError) and f" {type(cause).__name__}: " in error.what
 
 
 def input_at(name: str, parser: Parser, seed: int, at: int) -> bytes:

@@ -100,7 +100,9 @@ def _other(rng: Random, value: Any) -> Any:
     """Return something else in a value's place."""
     match rng.randrange(6):
         case 0 if isinstance(value, int | float):
-            return rng.choice([-value, value + 1, value * 1e9, 2**53, -1, 0, float("nan")])
+            return rng.choice(
+                [-value, value + 1, value * 1e9, 2**53, 10**30, -1, 0, 1e400, float("nan")]
+            )
         case 1 if isinstance(value, str):
             return rng.choice([value * 2, value[: len(value) // 2], value.swapcase(), value + "\0"])
         case 2:

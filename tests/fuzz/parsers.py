@@ -35,6 +35,7 @@ from appliance.observe.frame.recording import FramePacker, template_of
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import GgufModel
 from engine.checkpoint.text_model import TextModelConfig
+from engine.checkpoint.written_models import written
 from engine.errors import ChannelClosed, CheckpointError, PenstockError
 from engine.scheduler.offload.files import check_records, survey
 from engine.scheduler.offload.records import (
@@ -138,7 +139,7 @@ def _headers(path: Path, data: bytes) -> None:
     """Read a model as the daemon's reader does; of some inputs in that process, too."""
     if zlib.crc32(data) % APART == 0:
         assert _outcome(read_checkpoint, path) == _outcome(Checkpoint.open, path)
-    Checkpoint.open(path)
+    written(Checkpoint.open(path))
 
 
 def _tokenizer(path: Path, data: bytes) -> None:

@@ -1,9 +1,12 @@
 """Config keys mean what transformers says they mean, and nonsense is named."""
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import json
 import math
+import operator
 
 import pytest
 from hypothesis import given
@@ -12,8 +15,9 @@ from hypothesis import strategies as st
 from engine.checkpoint.families import FAMILY_BY_NAME
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.rope import RopeConfig
+from engine.checkpoint.written_models import written
 from engine.errors import CheckpointError
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import FAMILIES, tiny_keys
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 OPTIONAL_KEYS = sorted({key for family in FAMILY_BY_NAME.values() for key in family.defaults})
@@ -229,6 +233,8 @@ def test_kv_block_bytes_cover_all_layers(tmp_path):
         (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         (LLAMA | {"eos_token_id": "</s>"}, "eos_token_id"),
         (LLAMA | {"eos_token_id": [1, 1.5]}, "eos_token_id"),
+        (LLAMA | {"eos_token_id": 10**30}, "eos_token_id"),
+        (LLAMA | {"rope_theta": 10**400}, "rope_theta"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
         (LLAMA | {"rope_scaling": [1]}, "rope_scaling"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type"),
@@ -364,3 +370,37 @@ def test_muse_glimmers_config_is_read_as_transformers_writes_it(tmp_path):
         keys["text_config"]["layer_rope_theta"] = wrong
         with pytest.raises(CheckpointError, match="layer_rope_theta"):
             read(tmp_path, keys)
+
+
+EXTREMES = [10**30, -1, 1e400, math.nan, 1e308, True, "1", []]
+WHOLE = {"eos_token_id": [1, 2], "bos_token_id": 1, "temperature": 0.6, "top_k": 20, "top_p": 0.9}
+
+
+def places(values, before=()):
+    """Every key and index of nested values, by its way there."""
+    pairs = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in pairs:
+        yield (*before, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*before, key))
+
+
+def put(values, place, value):
+    changed = copy.deepcopy(values)
+    functools.reduce(operator.getitem, place[:-1], changed)[place[-1]] = value
+    return changed
+
+
+def changes(values):
+    return (put(values, place, value) for place in places(values) for value in EXTREMES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_extreme_values_give_a_config_that_can_be_written_or_a_named_error(tmp_path, family):
+    defaults = {key: value for key, value in FAMILY_BY_NAME[family].defaults.items() if value}
+    keys = defaults | tiny_keys(family) | {"model_type": family, "eos_token_id": 2}
+    read(tmp_path, keys, WHOLE)
+    tried = [(each, WHOLE) for each in changes(keys)]
+    for config, generation in tried + [(keys, each) for each in changes(WHOLE)]:
+        with contextlib.suppress(CheckpointError):
+            written(read(tmp_path, config, generation))
