@@ -14,6 +14,7 @@ import typer
 from appliance.cli import terminal
 from appliance.cli.tables import Format, TableColumn, folded
 from appliance.cli.terminal import Host, Output
+from engine.printable import printable
 
 if TYPE_CHECKING:
     pass
@@ -71,7 +72,7 @@ def doctor(
             lines = [f"{row['verdict']:5}{row['check']:15}{row['found']}"]
             lines += [f"{'':20}{row['hint']}"] if row["hint"] and row["verdict"] != "ok" else []
             for line in lines:
-                terminal.write(folded(line, terminal.room(), 20) + "\n")
+                terminal.write(folded(printable(line), terminal.room(), 20) + "\n")
     else:
         terminal.write(terminal.listing("doctor", _FINDINGS, output).render(rows))
     if any(row["verdict"] == "bad" for row in rows):

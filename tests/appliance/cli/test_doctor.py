@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
@@ -19,6 +20,7 @@ from appliance.client.calls import Client
 from appliance.configuration import client_settings, config
 from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks
+from appliance.hub.names import STARTER_FOLDER
 from engine.errors import PenstockError
 from engine.kernels.cpu import has_kernels, load_kernels
 from engine.kernels.product_choice import ProductChoice
@@ -47,6 +49,17 @@ def test_a_model_that_is_not_there_is_bad(environ: dict[str, str], tmp_path: Pat
     found = findings(environ, "--model", str(tmp_path / "none"), code=8)
     assert found["model"]["verdict"] == "bad"
     assert str(tmp_path / "none") in found["model"]["found"]
+
+
+def test_a_models_name_moves_no_cursor_and_forges_no_line(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    named = tmp_path / "\x1b[2J\x1b]0;title\x07\nok   forged"
+    shutil.copytree(STARTER_FOLDER, named)
+    ended = penstock(environ, "doctor", "--model", str(named))
+    assert "\\x1b[2J" in ended.stdout
+    assert all(line.isprintable() for line in ended.stdout.splitlines())
+    assert not re.search("^ok +forged", ended.stdout, re.MULTILINE)
 
 
 def test_settings_that_cannot_be_read_are_bad_and_the_rest_is_still_looked_at(
