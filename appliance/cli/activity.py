@@ -121,8 +121,10 @@ def usage(
 ) -> None:
     """Sum up requests and tokens by user, model or day."""
     wanted = {"by": by, "since": since, "until": until}
-    rows = _Source("usage", terminal.client(host), state_dir, wanted).read()
-    terminal.write(terminal.listing("usage", listings.usage(by), output).render(rows))
+    client = terminal.client(host)
+    rows = _Source("usage", client, state_dir, wanted).read()
+    with client.reading():
+        terminal.write(terminal.listing("usage", listings.usage(by), output).render(rows))
 
 
 def request_from_file(
@@ -162,7 +164,7 @@ class _Source:
         self, verb: str, client: Client, state_dir: str | None, wanted: dict[str, str | None]
     ) -> None:
         self.verb = verb
-        self._client = client
+        self.client = client
         self._state_dir = state_dir
         self._wanted = {name: value for name, value in wanted.items() if value is not None}
         self._file: Path | None = None
@@ -176,10 +178,10 @@ class _Source:
         """
         query = {**self._wanted, **more}
         try:
-            rows: Rows = self._client.get(f"/v1/penstock/{self.verb}", query).get("data", [])
+            rows = self.client.rows(f"/v1/penstock/{self.verb}", query)
         except DaemonUnreachable as error:
             if self._file is None:
-                self._file = log_file(self._client, self._state_dir, error)
+                self._file = log_file(self.client, self._state_dir, error)
             return _read_file(self.verb, self._file, query)
         self._file = None
         return rows
@@ -191,20 +193,23 @@ def _print(source: _Source, columns: tuple[TableColumn, ...], form: Format, foll
         raise typer.BadParameter("-f never ends, so it prints lines: use -o ndjson")
     listing = terminal.listing(source.verb, columns, form)
     rows = source.read()
-    terminal.write(listing.render(reversed(rows)))
+    with source.client.reading():
+        terminal.write(listing.render(reversed(rows)))
     if follow:
         _follow(source, listing, rows)
 
 
 def _follow(source: _Source, listing: Listing, rows: Rows) -> NoReturn:
     """Print the rows written after these, as they come."""
-    cursor = max((row["cursor"] for row in rows), default=0)
+    cursor, newer = 0, rows
     while True:
+        with source.client.reading():
+            cursor = max((int(row["cursor"]) for row in newer), default=cursor)
         time.sleep(POLL_S)
         newer = source.read(after=str(cursor), limit=BATCH_ROWS)
         if newer:
-            terminal.write(listing.render(newer))
-        cursor = max((row["cursor"] for row in newer), default=cursor)
+            with source.client.reading():
+                terminal.write(listing.render(newer))
 
 
 def log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.connection import ChosenModel, Connection
+from appliance.cli.connection import ChosenModel, Connection, model_entries
 from appliance.cli.conversation import SETTINGS, UNSET, Conversation, Refused
 from appliance.cli.reply import (
     PrintedReply,
@@ -202,11 +202,11 @@ class Session:
         return f"{name} {own['value']:g} ({'model' if own['source'] == 'model' else 'default'})"
 
     def _use(self, argument: str) -> str:
-        known = self._client.get("/v1/models").get("data") or []
+        known = model_entries(self._client, self._client.rows("/v1/models"))
         listed = [model for model in known if "kind" not in model]  # which write no text
-        names = [str(model["id"]) for model in listed]
+        names = [model["id"] for model in listed]
         if not argument:
-            used = self._model.name or names[0]
+            used = self._model.name or next(iter(names), "")
             return "\n".join(f"{'*' if name == used else ' '} {printable(name)}" for name in names)
         if argument not in names:
             raise Refused(f"no model {argument!r}", hint="/model shows their names")

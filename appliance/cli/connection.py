@@ -141,7 +141,7 @@ class Connection:
     def _listed(self) -> list[dict[str, Any]]:
         """List the daemon's models, the one served first at the beginning."""
         reply = when_loaded(self.client, lambda: self.client.awaited("/v1/models"))
-        return reply.get("data") or [{"id": ""}]
+        return model_entries(self.client, self.client.listed(reply)) or [{"id": ""}]
 
     def _chosen(self, asked: str | None) -> ChosenModel:
         """Choose the model, loading it if the daemon knows it and serves another now."""
@@ -155,7 +155,7 @@ class Connection:
             with self.client.stream("/api/generate", {"model": name, "stream": True}) as events:
                 for _ in events:
                     pass
-            about = self.client.awaited(f"/v1/models/{quote(name)}")
+            about = self._asked_for(name)
         return ChosenModel(name, about)
 
     def _found(self, asked: str) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Connection:
             ):
                 return model
         try:
-            return self.client.awaited(f"/v1/models/{quote(asked)}")  # it knows its aliases
+            return self._asked_for(asked)  # it knows its aliases
         except ReplyError as error:
             if error.status != 404:
                 raise
@@ -185,6 +185,10 @@ class Connection:
                 where=asked,
                 hint=f"run `penstock stop` and try again; or name both as [models.NAME] in {file}",
             ) from error
+
+    def _asked_for(self, name: str) -> dict[str, Any]:
+        """Ask the daemon for its entry of a model."""
+        return model_entries(self.client, [self.client.awaited(f"/v1/models/{quote(name)}")])[0]
 
     @contextmanager
     def _started(self, absent: DaemonAbsent, asked: str | None) -> Iterator[None]:
@@ -219,6 +223,29 @@ class Connection:
             finally:
                 line.end()
             yield
+
+
+def model_entries(client: Client, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return entries of /v1/models with what is read of them in its type.
+
+    Raises:
+        UnusableAnswer: they are none.
+    """
+
+    def sampling(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        own = row.get("sampling") or {}
+        return {n: {**each, "value": float(each["value"])} for n, each in own.items()}
+
+    with client.reading():
+        return [
+            {
+                **row,
+                "id": str(row["id"]),
+                "root": str(row.get("root") or ""),
+                "sampling": sampling(row),
+            }
+            for row in rows
+        ]
 
 
 def when_loaded(client: Client, ask: Callable[[], Answer]) -> Answer:

@@ -91,13 +91,13 @@ def drain(
 ) -> None:
     """Accept no new requests; accepted ones continue. Exits with 124 after --timeout."""
     client = terminal.client(host)
-    client.post("/v1/penstock/drain")
+    client.post("/v1/penstock/drain", has="status")
     if not wait and timeout is None:
         terminal.write("draining\n")
         return
     patience_s = DRAIN_PATIENCE_S if timeout is None else timeout
     end_s = time.monotonic() + patience_s
-    while num_live := client.get("/v1/penstock/state")["num_requests"]:
+    while num_live := _num_requests(client):
         if time.monotonic() >= end_s:
             left = f"{things(num_live, 'request')} {'is' if num_live == 1 else 'are'} left"
             terminal.note(f"penstock: {left} after {patience_s:g} s")
@@ -106,9 +106,14 @@ def drain(
     terminal.write("drained\n")
 
 
+def _num_requests(client: Client) -> int:
+    with client.reading():
+        return int(client.get("/v1/penstock/state", has="num_requests")["num_requests"])
+
+
 def resume(host: Host = None) -> None:
     """Accept requests again after a drain."""
-    terminal.client(host).post("/v1/penstock/resume")
+    terminal.client(host).post("/v1/penstock/resume", has="status")
     terminal.write("serving\n")
 
 
@@ -118,7 +123,7 @@ def restart(host: Host = None) -> None:
     A daemon that systemd started is restarted by root.
     """
     client = terminal.client(host)
-    frame = client.get("/v1/penstock/state")
+    frame = client.state()
     if frame["state"] == "loading":
         raise PenstockError("the daemon is loading", hint="restart it once it is ready")
     address = client.address
@@ -130,26 +135,27 @@ def restart(host: Host = None) -> None:
     end_s = time.monotonic() + RESTART_PATIENCE_S
     while not _is_next(client, frame):
         if time.monotonic() >= end_s:
-            where = f"pid {frame['pid']}"
+            where = f"pid {frame.get('pid')}"
             hint = "its log says why, and `penstock events` too"
             raise PenstockError("the daemon has not restarted", where=where, hint=hint)
         time.sleep(POLL_S)
-    served = client.get("/v1/penstock/state")["model"]
-    terminal.write(f"restarted; serving {printable(str(served))}\n")
+    served = client.state().get("model")
+    terminal.write(f"restarted; serving {printable(served)}\n")
 
 
 def _is_next(client: Client, old: dict[str, Any]) -> bool:
     """Say whether another daemon is ready; raise ConfigError if the old one refused."""
     try:
-        frame = client.get("/v1/penstock/state")
+        frame = client.state()
     except DaemonAbsent:
         raise
     except (DaemonUnreachable, ReplyError):  # between two daemons
         return False
-    refused = [each for each in frame["events"] if each["code"] == "restart.refused"]
-    if refused and frame["pid"] == old["pid"] and refused[-1] not in old["events"]:
-        raise ConfigError(str(refused[-1]["message"]))
-    return bool(frame["pid"] != old["pid"] and frame["state"] != "loading")
+    with client.reading():
+        refused = [each for each in frame["events"] if each["code"] == "restart.refused"]
+        if refused and frame["pid"] == old["pid"] and refused[-1] not in old["events"]:
+            raise ConfigError(str(refused[-1]["message"]))
+        return bool(frame["pid"] != old["pid"] and frame["state"] != "loading")
 
 
 def _open_daemon(client: Client, frame: dict[str, Any], hint: str) -> int:
@@ -190,10 +196,11 @@ def stop(
     systemctl.
     """
     client = terminal.client(host)
-    frame = client.get("/v1/penstock/state")
+    frame = client.state()
     served = str(frame.get("model"))
     names = set() if model is None else set(client_settings.ids_of(model, terminal.passed_over))
-    resident = {each["model"] for each in (frame.get("swaps") or {}).get("resident") or ()}
+    with client.reading():
+        resident = {each["model"] for each in (frame.get("swaps") or {}).get("resident") or ()}
     if names & resident:
         (name,) = names & resident
         client.post("/api/generate", {"model": name, "keep_alive": 0})
@@ -204,19 +211,20 @@ def stop(
     process = _open_daemon(client, frame, "systemctl stop penstock.socket penstock.service")
     signal.pidfd_send_signal(process, signal.SIGTERM)
     if num_running := frame.get("num_requests"):
-        about = f"waiting for {things(num_running, 'request')}; stop again ends them at once"
+        with client.reading():
+            about = f"waiting for {things(num_running, 'request')}; stop again ends them at once"
         terminal.note(f"penstock: {about}")
     select.select([process], [], [])
     terminal.write(f"stopped {printable(served)}\n")
 
 
 def _live_ids(client: Client, user: str | None) -> list[str]:
-    frames: list[dict[str, Any]] = client.get("/v1/requests").get("data", [])
-    return [
-        frame["id"]
-        for frame in frames
-        if frame.get("user") == user and frame.get("phase") != "finished"
-    ]
+    with client.reading():
+        return [
+            str(frame["id"])
+            for frame in client.rows("/v1/requests")
+            if frame.get("user") == user and frame.get("phase") != "finished"
+        ]
 
 
 def roles(
@@ -243,8 +251,9 @@ def roles(
     asked = {"roles": wanted, "slo_ttft_ms": slo_ttft_ms, "slo_itl_ms": slo_itl_ms}
     change = {name: value for name, value in asked.items() if value is not None}
     if change:
-        content: dict[str, Any] = client.post("/v1/penstock/roles", change)
+        content: dict[str, Any] = client.post("/v1/penstock/roles", change, has="roles")
     else:
-        frame = client.get("/v1/penstock/state")
+        frame = client.get("/v1/penstock/state", has="roles")
         content = {name: frame.get(name) for name in asked}
-    terminal.show("roles", content, output, lambda: fact_pages.roles_text(content))
+    with client.reading():
+        terminal.show("roles", content, output, lambda: fact_pages.roles_text(content))

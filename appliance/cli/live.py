@@ -52,7 +52,8 @@ def ps(
     output: Output = Format.TABLE,
 ) -> None:
     """List live requests with their phase."""
-    frames = terminal.client(host).get("/v1/requests").get("data", [])
+    client = terminal.client(host)
+    frames = client.rows("/v1/requests")
     shown = [
         frame
         for frame in frames
@@ -60,7 +61,8 @@ def ps(
         and user in (None, frame.get("user"))
         and state in (None, frame.get("phase"))
     ]
-    terminal.write(terminal.listing("ps", listings.REQUESTS, output).render(shown))
+    with client.reading():
+        terminal.write(terminal.listing("ps", listings.REQUESTS, output).render(shown))
     if not shown and output.is_for_people:
         what = "no request" if user is None and state is None else "no such request"
         others = "; -a shows finished ones" if not show_all else ""
@@ -92,13 +94,16 @@ def show(
     def page() -> str:
         return fact_pages.request_page(frame, width=width, bar=bar, room=room)
 
-    terminal.show("show", frame, output, page)
+    with client.reading():
+        terminal.show("show", frame, output, page)
 
 
 def whoami(host: Host = None, output: Output = Format.TABLE) -> None:
     """Show your user name and role at the daemon, and what they permit."""
-    content = terminal.client(host).get("/v1/penstock/whoami")
-    terminal.show("whoami", content, output, lambda: fact_pages.facts(content))
+    client = terminal.client(host)
+    content = client.get("/v1/penstock/whoami", has="role")
+    with client.reading():
+        terminal.show("whoami", content, output, lambda: fact_pages.facts(content))
 
 
 def top(

@@ -307,9 +307,11 @@ def _served(configured: Mapping[str, Path]) -> list[tuple[Any, str]]:
     found: list[tuple[Any, str]] = []
     with suppress(PenstockError):
         if is_of_this_machine(terminal.address(None)):
-            for model in terminal.client(None, timeout_s=2).get("/v1/models")["data"]:
-                name, state = model["id"], "loaded" if "is_loaded" in model else "served"
-                root = Path(model["root"]) if model.get("root") else configured.get(name)
+            client = terminal.client(None, timeout_s=2)
+            for model in client.rows("/v1/models"):
+                with client.reading():
+                    name, state = str(model["id"]), "loaded" if "is_loaded" in model else "served"
+                    root = Path(model["root"]) if model.get("root") else configured.get(name)
                 is_in_memory = model.get("is_loaded", True)
                 if is_in_memory and root and (is_model_file(root) or root.is_dir()):
                     found.append((model_folders.FoundModel(name, root), state))

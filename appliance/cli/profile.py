@@ -106,13 +106,14 @@ def measure(
     client, line = terminal.client(host), ProgressLine()
     state = client.post(PATH)
     end_s = time.monotonic() + timeout
-    while state["num_unknown"] and state["is_going_on"] and time.monotonic() < end_s:
-        line.say(f"{things(state['num_unknown'], 'size')} to go")
-        time.sleep(POLL_S)
-        state = client.get(PATH)
-    line.end()
-    left = f", {state['num_unknown']} not measured" if state["num_unknown"] else ""
-    known = things(state["num_facts"], "fact")
+    with client.reading():
+        while state["num_unknown"] and state["is_going_on"] and time.monotonic() < end_s:
+            line.say(f"{things(state['num_unknown'], 'size')} to go")
+            time.sleep(POLL_S)
+            state = client.get(PATH)
+        line.end()
+        left = f", {state['num_unknown']} not measured" if state["num_unknown"] else ""
+        known = things(state["num_facts"], "fact")
     terminal.write(f"{known} known{left}; `penstock profile show` lists them\n")
 
 

@@ -128,7 +128,9 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedRep
         watch = SilenceWatch(client, lambda: _is_amid_line(reply))
         try:
             with watch:
-                _print(events, reply, watch, ends_loops=content.get("max_tokens") == ROOM_LEFT)
+                _print(
+                    client, events, reply, watch, ends_loops=content.get("max_tokens") == ROOM_LEFT
+                )
         except (SystemExit, KeyboardInterrupt) as ending:  # a signal, or stdout is closed
             _cancel_after(client, reply, ending)
             raise
@@ -147,32 +149,32 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedRep
 def print_stats(client: Client, reply: PrintedReply) -> None:
     """Print the request's timings on stderr, as the daemon measured them."""
     if reply.request_id is not None:
-        terminal.note(fact_pages.stats_line(client.request(reply.request_id)))
+        frame = client.request(reply.request_id)
+        with client.reading():
+            terminal.note(fact_pages.stats_line(frame))
 
 
 def _is_amid_line(reply: PrintedReply) -> bool:
     return sys.stdout.isatty() and bool(reply.text) and not reply.text.endswith("\n")
 
 
-def _print(events: Stream, reply: PrintedReply, watch: SilenceWatch, *, ends_loops: bool) -> None:
+def _print(
+    client: Client, events: Stream, reply: PrintedReply, watch: SilenceWatch, *, ends_loops: bool
+) -> None:
     is_terminal, looked_at = sys.stdout.isatty(), 0
     wrap = WordWrap() if terminal.has_screen() else None
     thinking = ProgressLine()
     try:
         for event in events:
             watch.heard()
-            reply.request_id = reply.request_id or event.get("id")
-            for choice in event.get("choices", ()):
-                reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-                delta = choice.get("delta") or {}
-                if delta.get("reasoning_content"):
-                    thinking.wait("thinking")
-                text = choice.get("text") or delta.get("content") or ""
-                if text:
-                    thinking.end()
-                reply.text += text
-                shown = for_terminal(text) if is_terminal else text
-                terminal.write(shown if wrap is None else wrap.of(shown, terminal.width()))
+            with client.reading():
+                text, is_thinking = _text(event, reply)
+            if is_thinking:
+                thinking.wait("thinking")
+            if text:
+                thinking.end()
+            shown = for_terminal(text) if is_terminal else text
+            terminal.write(shown if wrap is None else wrap.of(shown, terminal.width()))
             if is_terminal and ends_loops and len(reply.text) - looked_at > LOOP_CHARS // 8:
                 looked_at = len(reply.text)
                 if reply.finish_reason is None and repeats_itself(reply.text):
@@ -184,6 +186,18 @@ def _print(events: Stream, reply: PrintedReply, watch: SilenceWatch, *, ends_loo
             terminal.write("\n")
 
 
+def _text(event: dict[str, Any], reply: PrintedReply) -> tuple[str, bool]:
+    """Add an event to the reply; return its text, and whether it is a thought."""
+    before, is_thinking = len(reply.text), False
+    reply.request_id = reply.request_id or event.get("id")
+    for choice in event.get("choices", ()):
+        reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+        delta = choice.get("delta") or {}
+        is_thinking |= bool(delta.get("reasoning_content"))
+        reply.text += choice.get("text") or delta.get("content") or ""
+    return reply.text[before:], is_thinking
+
+
 def _why_incomplete(client: Client, reply: PrintedReply) -> str:
     """Say why the reply is incomplete, as far as the daemon knows."""
     frame: dict[str, Any] = {}
@@ -191,7 +205,8 @@ def _why_incomplete(client: Client, reply: PrintedReply) -> str:
         with suppress(ClientError):
             frame = client.request(reply.request_id)
     if frame.get("cancelled_by"):
-        after = things(frame.get("output_tokens"), "token")
+        with client.reading():
+            after = things(frame.get("output_tokens"), "token")
         return f"the reply was cancelled by {frame['cancelled_by']} after {after}"
     return f"the reply is incomplete (finish reason {reply.finish_reason!r})"
 

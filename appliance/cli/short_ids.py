@@ -81,21 +81,24 @@ def the_one(text: str, ids: Iterable[str]) -> str | None:
 
 def live(client: Client) -> list[str]:
     """List requests that can still be cancelled."""
-    frames = client.get("/v1/requests").get("data", [])
-    return [frame["id"] for frame in frames if frame.get("phase") != "finished"]
+    with client.reading():
+        frames = client.rows("/v1/requests")
+        return [str(frame["id"]) for frame in frames if frame.get("phase") != "finished"]
 
 
 def recent(client: Client) -> list[str]:
     """List live and recently ended requests, the newest first."""
-    frames = client.get("/v1/requests").get("data", [])
+    frames = client.rows("/v1/requests")
     newest = sorted(frames, key=lambda frame: str(frame.get("received_at")), reverse=True)
-    return [frame["id"] for frame in newest]
+    with client.reading():
+        return [str(frame["id"]) for frame in newest]
 
 
 def logged(client: Client) -> list[str]:
     """List the ids of the log's newest rows."""
-    rows = client.get("/v1/penstock/log", {"limit": str(SEARCHED_ROWS)}).get("data", [])
-    return [row["id"] for row in rows]
+    with client.reading():
+        rows = client.rows("/v1/penstock/log", {"limit": str(SEARCHED_ROWS)})
+        return [str(row["id"]) for row in rows]
 
 
 def _begins(request_id: str, text: str) -> bool:

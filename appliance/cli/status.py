@@ -38,11 +38,12 @@ def status(
     if watch:
         _watch(client, output)
         return
-    frame = client.get("/v1/penstock/state")
-    if check:
-        _check(frame, output)
-        return
-    terminal.show("status", frame, output, lambda: _page(frame))
+    frame = client.state()
+    with client.reading():
+        if check:
+            _check(frame, output)
+            return
+        terminal.show("status", frame, output, lambda: _page(frame))
 
 
 def metrics(host: Host = None) -> None:
@@ -80,7 +81,8 @@ def _watch(client: Client, form: Format) -> None:
     try:
         with client.stream("/v1/penstock/stream") as frames:
             for frame in frames:
-                terminal.write(_shown(frame, form))
+                with client.reading():
+                    terminal.write(_shown(frame, form))
     except GenerationFailed as error:
         what = "the daemon is not reachable"
         raise DaemonUnreachable(what, where=str(client.address), hint=_ENDED) from error

@@ -87,14 +87,14 @@ def rerank(
     Scores are between 0 and 1. The end of a line that is longer than the model takes is left out.
     """
     lines, client = list(_lines(file)), terminal.client(host)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for batch in _batches(lines):
         body = {"query": query, "documents": [line.text for line in batch]}
-        for result in _asked(client, "/v1/rerank", body)["results"]:
-            line = batch[result["index"]]
-            rows.append(
-                {"score": result["relevance_score"], "line": line.number, "text": line.text}
-            )
+        answer = _asked(client, "/v1/rerank", body)
+        with client.reading():
+            scores = {each["index"]: float(each["relevance_score"]) for each in answer["results"]}
+            for index, line in enumerate(batch):
+                rows.append({"score": scores[index], "line": line.number, "text": line.text})
     rows.sort(key=lambda row: -row["score"])
     terminal.write(terminal.listing("rerank", listings.RANKING, output).render(rows[:top]))
 
@@ -142,9 +142,11 @@ def _vectors(
 ) -> Iterator[tuple[Line, array[float]]]:
     for batch in _batches(lines):
         body = {**asked, "input": [line.text for line in batch]}
-        found = _asked(client, "/v1/embeddings", body)["data"]
-        for line, one in zip(batch, found, strict=True):
-            yield line, array("f", base64.b64decode(one["embedding"]))
+        answer = _asked(client, "/v1/embeddings", body)
+        with client.reading():
+            found = [array("f", base64.b64decode(one["embedding"])) for one in answer["data"]]
+            vectors = list(zip(batch, found, strict=True))
+        yield from vectors
 
 
 def _row(line: Line, vector: array[float]) -> str:

@@ -22,6 +22,7 @@ from engine.errors import PenstockError
 _EXIT_CODES = MappingProxyType({400: 2, 413: 2, 422: 2, 401: 4, 403: 4, 404: 5, 429: 6, 503: 6})
 """Exit code by HTTP status; for every other error it is 1."""
 _CHUNK_BYTES = 1 << 18
+_MAX_WHY_CHARS = 200
 _BYTES = "surrogateescape"
 """Bytes of the command line that are no UTF-8 go out as they are."""
 _RETRY = "try again in a moment"
@@ -46,6 +47,16 @@ class DaemonUnreachable(ClientError):
 
 class DaemonAbsent(DaemonUnreachable):
     """No daemon runs at the address: nothing listens there."""
+
+
+class UnusableAnswer(ClientError):
+    """Something answers at the address, and not as a Penstock daemon does."""
+
+    exit_code = DaemonUnreachable.exit_code
+
+    def __init__(self, why: str, where: object) -> None:
+        what = f"the answer is not of a Penstock daemon: {why[:_MAX_WHY_CHARS]}"
+        super().__init__(what, where=str(where), hint=_NO_PENSTOCK)
 
 
 class PermissionRefused(ClientError):
@@ -92,13 +103,57 @@ class Client:
         self.timeout_s = timeout_s
         self._on_silence = on_silence
 
-    def get(self, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def get(
+        self, path: str, query: Mapping[str, str] | None = None, *, has: str | None = None
+    ) -> dict[str, Any]:
         """GET a JSON object.
 
+        Args:
+            has: a field that every Penstock daemon's answer has.
+
         Raises:
-            ClientError: no daemon, no permission, or an error reply.
+            ClientError: no daemon, no permission, an error reply, or an answer without that field.
         """
-        return self._call("GET", _with_query(path, query or {}), None)
+        return self._with_field(self._call("GET", _with_query(path, query or {}), None), has)
+
+    def rows(self, path: str, query: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+        """GET a list of objects.
+
+        Raises:
+            ClientError: as get().
+        """
+        return self.listed(self.get(path, query))
+
+    def listed(self, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the objects that an answer lists.
+
+        Raises:
+            UnusableAnswer: it lists none.
+        """
+        rows = answer.get("data")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise UnusableAnswer("`data` is not a list of objects", self.address)
+        return rows
+
+    def state(self) -> dict[str, Any]:
+        """GET the daemon's frame.
+
+        Raises:
+            ClientError: as get().
+        """
+        return self.get("/v1/penstock/state", has="state")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Explain what an answer without a field, or with one of another type, makes of reading it.
+
+        Raises:
+            UnusableAnswer: the answer cannot be read.
+        """
+        try:
+            yield
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            raise UnusableAnswer(f"{type(error).__name__}: {error}", self.address) from error
 
     def awaited(self, path: str) -> dict[str, Any]:
         """GET a JSON object from a daemon that may be restarting, however long that takes.
@@ -114,15 +169,17 @@ class Client:
         Raises:
             ReplyError: status 404 if it knows none of that id.
         """
-        return self.get(f"/v1/requests/{quote(request_id, safe='', errors=_BYTES)}")
+        return self.get(f"/v1/requests/{quote(request_id, safe='', errors=_BYTES)}", has="id")
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """POST a JSON object and read one.
+    def post(
+        self, path: str, body: dict[str, Any] | None = None, *, has: str | None = None
+    ) -> dict[str, Any]:
+        """POST a JSON object and read one; `has` as of get().
 
         Raises:
             ClientError: as get().
         """
-        return self._call("POST", path, body or {})
+        return self._with_field(self._call("POST", path, body or {}), has)
 
     def cancel(self, request_id: str) -> None:
         """Ask the daemon to end a request.
@@ -130,13 +187,14 @@ class Client:
         Raises:
             ReplyError: status 404 if it is not live.
         """
-        self.post(f"/v1/requests/{quote(request_id, safe='', errors=_BYTES)}/cancel")
+        path = f"/v1/requests/{quote(request_id, safe='', errors=_BYTES)}/cancel"
+        self.post(path, has="status")
 
     def text(self, path: str) -> str:
         """GET something that is no JSON; raises as get(), also of JSON."""
         content = self._read("GET", path, None)
-        with suppress(ValueError):
-            _object(json.loads(content), path)
+        with suppress(ValueError, RecursionError):
+            _object(json.loads(content), path, self.address)
             raise ClientError("the reply is JSON, not text", where=path, hint=_NO_PENSTOCK)
         with _explained(self.address):
             return content.decode()
@@ -184,12 +242,17 @@ class Client:
             raise
         return Stream(connection, response)
 
+    def _with_field(self, answer: dict[str, Any], name: str | None) -> dict[str, Any]:
+        if name is not None and answer.get(name) in (None, ""):
+            raise UnusableAnswer(f"it has no `{name}`", self.address)
+        return answer
+
     def _call(
         self, method: str, path: str, body: dict[str, Any] | None, *, is_patient: bool = False
     ) -> dict[str, Any]:
         content = self._read(method, path, body, is_patient=is_patient)
         with _explained(self.address):
-            return _object(json.loads(content), path)
+            return _object(json.loads(content), path, self.address)
 
     def _read(
         self, method: str, path: str, body: dict[str, Any] | None, *, is_patient: bool = False
@@ -316,7 +379,7 @@ def _reply_error(response: http.client.HTTPResponse, *, is_generation: bool = Fa
     try:
         error = json.loads(response.read())["error"]
         message, code = _message(error), error.get("code")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         message, code = f"HTTP {response.status} {response.reason}", None
     if is_generation and response.status >= 500 and response.status != 503:
         return GenerationFailed(message)
@@ -326,7 +389,7 @@ def _reply_error(response: http.client.HTTPResponse, *, is_generation: bool = Fa
 def _parsed(data: bytes) -> dict[str, Any]:
     try:
         event = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         what = "the daemon sent something that is not JSON"
         raise GenerationFailed(what, hint=_NO_PENSTOCK) from error
     if not isinstance(event, dict):
@@ -334,14 +397,14 @@ def _parsed(data: bytes) -> dict[str, Any]:
     return event
 
 
-def _object(reply: Any, path: str) -> dict[str, Any]:
+def _object(reply: Any, path: str, address: Address) -> dict[str, Any]:
     """Return a reply of status 200.
 
     Raises:
         ClientError: it is no JSON object, or an error's.
     """
     if not isinstance(reply, dict):
-        raise ClientError("the reply is not a JSON object", where=path, hint=_NO_PENSTOCK)
+        raise UnusableAnswer("it is not a JSON object", address)
     if isinstance(error := reply.get("error"), dict):  # a request has a text there
         raise ClientError(_message(error), where=path, hint=_NO_PENSTOCK)
     return reply
@@ -383,7 +446,7 @@ def _explained(address: Address) -> Iterator[None]:
     except TimeoutError as error:
         hint = "it is overloaded or hangs; `penstock doctor` and its journal say more"
         raise DaemonUnreachable("the daemon does not answer", where=where, hint=hint) from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         is_ssh = isinstance(address, SshAddress)
         hint = "ssh or the remote penstock printed the reason above" if is_ssh else ""
         if hasattr(error, "verify_message"):  # ssl's own error, without importing ssl

@@ -18,8 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from appliance.client.address import TcpAddress, UnixAddress, is_of_this_machine
-from appliance.client.calls import Client
+from appliance.client.calls import Client, UnusableAnswer
 from appliance.configuration import client_settings, config, paths, sources
 from appliance.configuration.settings import ServeConfig
 from appliance.daemon.announcement import OPEN_CODE, sampling_advice, sampling_text
@@ -38,6 +40,7 @@ from appliance.fleet.placement import available_cores, available_memory_bytes
 from appliance.http.access import AccessPolicy
 from appliance.hub.names import STARTER_FOLDER, HubName, model_name
 from appliance.observe.frame.figures import state_words
+from appliance.observe.frame.protocol import Frame
 from appliance.observe.log import log_file
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
 from engine.checkpoint.gguf import find_gguf
@@ -262,14 +265,16 @@ def _open_daemon(
     """Report if the running daemon said at its start that it is open to the network."""
     if isinstance(state, PenstockError):
         return None
-    began = datetime.fromisoformat(state["at"]) - timedelta(seconds=state["uptime_s"] + 1)
-    query = {"severity": "warning", "since": began.isoformat(), "after": "0"}  # the oldest first
     try:
-        events = client().get("/v1/penstock/events", query)["data"]
+        asked = client()
+        with asked.reading():
+            began = datetime.fromisoformat(state["at"]) - timedelta(seconds=state["uptime_s"] + 1)
+            query = {"severity": "warning", "since": began.isoformat(), "after": "0"}
+            events = asked.rows("/v1/penstock/events", query)  # the oldest first
+            said = [event["message"] for event in events if event["code"] == OPEN_CODE]
     except PenstockError as error:
         about = f"could not ask whether the daemon is open to the network: {error}"
         return Finding("network", "note", about, error.hint)
-    said = [event["message"] for event in events if event["code"] == OPEN_CODE]
     return Finding("network", "note", f"the daemon: {said[0]}", _IF_MEANT) if said else None
 
 
@@ -442,7 +447,10 @@ def _ssd_of_daemon(ssd: dict[str, Any], *, has_gpus: bool) -> Finding:
 def _state(client: Callable[[], Client]) -> dict[str, Any] | PenstockError:
     """Fetch the daemon's frame, or return the error."""
     try:
-        state: dict[str, Any] = client().get("/v1/penstock/state")
+        asked = client()
+        state = asked.state()
+        with asked.reading():
+            msgspec.convert(state, Frame)
     except PenstockError as error:
         return error
     return state
@@ -487,7 +495,8 @@ def _alerts(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:
 
 def _daemon(state: dict[str, Any] | PenstockError) -> Finding:
     if isinstance(state, PenstockError):
-        return Finding("daemon", "note", str(state), state.hint)
+        verdict = "bad" if isinstance(state, UnusableAnswer) else "note"
+        return Finding("daemon", verdict, str(state), state.hint)
     workers = ", ".join(
         f"{w['name']} {w['state']}" + (f" ({w['attention']})" if w["attention"] else "")
         for w in state["workers"]

@@ -37,7 +37,7 @@ def test_status_as_json_is_the_frame(daemon: FakeDaemon, environ: dict[str, str]
 def test_words_of_other_programs_are_taken(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     daemon.script.replies = {"GET /v1/penstock/log?limit=20": (200, {"data": []})}
     assert penstock(environ, "logs").stdout == penstock(environ, "log").stdout
-    daemon.script.replies["POST /v1/requests/cmpl-1/cancel"] = (200, {"id": "cmpl-1"})
+    daemon.script.replies["POST /v1/requests/cmpl-1/cancel"] = (200, {"status": "cancelled"})
     assert penstock(environ, "kill", "cmpl-1").stdout == "cancelled cmpl-1\n"
 
 
