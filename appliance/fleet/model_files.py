@@ -29,11 +29,12 @@ def model_folder(model: Path | HubName | None) -> Path:
 
     Raises:
         NotPulled: it must be downloaded first.
-        ConfigError: this kind of model is not supported.
+        ConfigError: this kind of model is not supported, or its path is not UTF-8.
     """
     if model is None:
         return STARTER_FOLDER
     if isinstance(model, Path):
+        _check_is_text(model)
         return model
     root = cache.hub_cache(os.environ)
     folder = cache.resolve(root, model)
@@ -60,6 +61,14 @@ def is_to_be_fetched(model: Path | HubName | None) -> bool:
 def facts_by_name(configs: Mapping[str, ServeConfig]) -> dict[str, ModelFacts | None]:
     """Read each model's facts from its files; None: not here, or unreadable."""
     return {name: _facts_of(each.model) for name, each in configs.items()}
+
+
+def _check_is_text(path: Path) -> None:
+    try:
+        f"{path} {os.path.realpath(path)}".encode()
+    except UnicodeEncodeError:
+        what, hint = "the model's path is not UTF-8, as replies and the log need it", "rename it"
+        raise ConfigError(what, where=str(path), hint=hint) from None
 
 
 @functools.lru_cache(maxsize=256)
