@@ -202,7 +202,9 @@ def swapping_in(daemon, old):
     return daemon.wait_for(coming)
 
 
-def test_a_worker_killed_in_the_middle_of_a_swap_brings_the_old_model_back(swapping, tiny_llama):
+def test_a_worker_killed_in_the_middle_of_a_swap_brings_the_old_model_back(
+    swapping, tiny_llama, other
+):
     daemon, first = swapping, swapping.first
     num_swaps, old = daemon.state()["swaps"]["num_swaps"], pids_of(daemon)
     (prompt,) = prompts([40], seed=9)
@@ -219,7 +221,12 @@ def test_a_worker_killed_in_the_middle_of_a_swap_brings_the_old_model_back(swapp
     codes = [event["code"] for event in daemon.fresh_state()["events"]]
     assert codes.index("model.swap_failed") < codes.index("model.back")
     assert "killed by SIGKILL" in refused(daemon, model="killed"), "it is not tried again at once"
-    assert daemon.state()["swaps"]["num_swaps"] == num_swaps
+    state = daemon.fresh_state()["swaps"]
+    assert state["num_swaps"] == num_swaps
+    assert [one["model"] for one in state["failed"]] == ["killed"]
+    (other / "config.json").touch()
+    assert daemon.complete(prompt, model="killed", max_tokens=2)["model"] == "killed"
+    assert daemon.fresh_state()["swaps"]["failed"] == []
 
 
 def test_a_worker_killed_on_the_way_back_too_ends_nothing(swapping):

@@ -130,6 +130,15 @@ def _resident_text(swaps: Row) -> str:
     return f"; loaded: {', '.join(loaded)}" if loaded else ""
 
 
+def _failed_text(swaps: Row) -> str:
+    """Name the models that failed to load: `; failed: small, not tried until 14:05:00: it ...`."""
+    return "".join(
+        f"; failed: {printable(each['model'])}, not tried until {clock(each['retry_at'])}:"
+        f" {printable(each['reason'])}"
+        for each in swaps.get("failed") or ()
+    )
+
+
 def _swaps_text(swaps: Row) -> str:
     """Describe the swaps: `to small now, 3 wait; 2 swaps, the last in 2.1s; knows small`."""
     now = f"to {swaps['next']} now, " if swaps.get("next") else ""
@@ -139,6 +148,7 @@ def _swaps_text(swaps: Row) -> str:
         f"{now}{count(swaps.get('num_waiting'))} wait for another model;"
         f" {things(swaps.get('num_swaps'), 'swap')}{took};"
         f" knows {', '.join(swaps.get('others') or ())} too{_resident_text(swaps)}"
+        f"{_failed_text(swaps)}"
     )
 
 

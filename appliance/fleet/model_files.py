@@ -58,6 +58,25 @@ def is_to_be_fetched(model: Path | HubName | None) -> bool:
     return cache.resolve(cache.hub_cache(os.environ), model) is None
 
 
+FilesStamp = list[tuple[str, int, int, int]]
+"""Name, inode, size and time of modification of each file."""
+
+
+def files_stamp(model: Path | HubName | None) -> FilesStamp:
+    """Return what differs once a model's files are exchanged, written or touched.
+
+    Returns:
+        empty if a file is missing or unreadable.
+    """
+    try:
+        place = model_folder(model)
+        files = sorted(place.iterdir()) if place.is_dir() else [place]
+        stats = [(file.name, file.stat()) for file in files]
+    except (PenstockError, OSError):
+        return []
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
 def facts_by_name(configs: Mapping[str, ServeConfig]) -> dict[str, ModelFacts | None]:
     """Read each model's facts from its files; None: not here, or unreadable."""
     return {name: _facts_of(each.model) for name, each in configs.items()}

@@ -19,16 +19,13 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol
 
 from appliance.daemon.requests.request import HUNG_UP, Peer
+from appliance.fleet.failed_models import FailedModels
 from appliance.observe.frame.protocol import RequestFrame, ResidentFrame, SwapsFrame
 from engine.errors import PenstockError, RequestError, Unavailable
 from engine.scheduler.queue.waiting_limit import WaitingLimit
 
 IDLE_S = 1.0
 """Idle seconds after which a model is swapped out before its stay is over."""
-REST_S = 30.0
-"""Pause before retrying a model that failed.
-
-A try stops the served one. While its files are checked no other model can be swapped in."""
 
 
 class SwapLimits(NamedTuple):
@@ -58,13 +55,6 @@ class ResidentModels(Protocol):
 
     async def unload(self, name: str, why: str) -> bool:
         """End a model; False: it is not among them."""
-
-
-class _FailedModel(NamedTuple):
-    """Why a model could not start, and when it may be tried again."""
-
-    about: str
-    until_s: float
 
 
 class IncomingRequest(NamedTuple):
@@ -118,6 +108,7 @@ class Swaps(AbstractContextManager[None]):
         refused: RefusedRequest = lambda *_: None,
         aliases: Collection[str] = (),
         residents: ResidentModels | None = None,
+        failed: FailedModels | None = None,
     ) -> None:
         """Begin with `current` as the served model.
 
@@ -130,6 +121,7 @@ class Swaps(AbstractContextManager[None]):
             refused: called for each request that is not admitted.
             aliases: other names of the first model; `*` in them is any text.
             residents: models that are loaded and not served; None: there are never any.
+            failed: models that failed to load.
         """
         self.current = current
         self.names = names
@@ -148,7 +140,7 @@ class Swaps(AbstractContextManager[None]):
         self._bytes = WaitingLimit(
             "bytes of requests for another model", limits().max_waiting_bytes
         )
-        self._resting: dict[str, _FailedModel] = {}
+        self._failed = failed or FailedModels()
         self._num_entering = 0
         self._is_loading = False
         """True once the last reply of the previous model has ended."""
@@ -195,6 +187,7 @@ class Swaps(AbstractContextManager[None]):
         if self.can_enter(name):
             self._num_entering += 1
             return True
+        await self._failed.look(name)
         one = _WaitingRequest(name, asker)
         try:
             self._check(one)
@@ -263,7 +256,8 @@ class Swaps(AbstractContextManager[None]):
         loaded, expires_at = self._resident, None
         if self._residents is not None and self.current != self._first:
             expires_at = self._residents.served_expires_at(self.current)
-        return SwapsFrame(others, self.next, waiting, self._num_swaps, took_ms, loaded, expires_at)
+        counts = self._num_swaps, took_ms, loaded, expires_at, self._failed.frames()
+        return SwapsFrame(others, self.next, waiting, *counts)
 
     @property
     def _resident(self) -> list[ResidentFrame]:
@@ -288,9 +282,7 @@ class Swaps(AbstractContextManager[None]):
 
     def go_home(self) -> None:
         """Serve the first model again once the served one is unused."""
-        rest = self._resting.get(self._first)
-        is_resting = rest is not None and rest.until_s > time.monotonic()
-        self._goes_home = self.current != self._first and not is_resting
+        self._goes_home = self.current != self._first and not self._failed.rest_s(self._first)
         self.look()
 
     @property
@@ -397,7 +389,7 @@ class Swaps(AbstractContextManager[None]):
         try:
             swap = await self._prepare(name)
         except (PenstockError, OSError) as error:
-            self._rest(name, str(error))
+            self._refuse(self._failed.add(name, str(error), has_stopped_served=False), name)
             return
         self.next = name
         try:
@@ -437,22 +429,16 @@ class Swaps(AbstractContextManager[None]):
         now_s = self._since_s = time.monotonic()
         if about is None:
             self.current = name
+            self._failed.forget(name)
             self._num_swaps, self._last_swap_ms = self._num_swaps + 1, 1e3 * (now_s - began_s)
             return
-        self._rest(name, about)
-
-    def _rest(self, name: str, about: str) -> None:
-        """Pause a failed model, and refuse the requests that wait for it."""
-        self._resting[name] = _FailedModel(about, time.monotonic() + REST_S)
-        self._refuse(_cannot(name, about, REST_S), name)
+        self._refuse(self._failed.add(name, about, has_stopped_served=True), name)
 
     def _check(self, one: _WaitingRequest) -> None:
         """Refuse a request that cannot wait."""
         if self._is_closed:
             raise _draining()
-        rest = self._resting.get(one.name)
-        if rest is not None and (left_s := rest.until_s - time.monotonic()) > 0:
-            raise _cannot(one.name, rest.about, left_s)
+        self._failed.check(one.name)
         limits = self._limits()
         self._places.limit, self._bytes.limit = limits.max_waiting, limits.max_waiting_bytes
         self._places.check(one.asker.owner, 1, is_single=True)
@@ -508,8 +494,3 @@ class Swaps(AbstractContextManager[None]):
 
 def _draining() -> Unavailable:
     return Unavailable("the daemon is draining", code="draining")
-
-
-def _cannot(name: str, about: str, rest_s: float) -> Unavailable:
-    what, after_ms = f"{name} cannot be served: {about}", math.ceil(rest_s) * 1000
-    return Unavailable(what, code="swap_failed", retry_after_ms=after_ms)

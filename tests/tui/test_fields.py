@@ -17,6 +17,7 @@ from appliance.observe.frame.late_frames import (
 from appliance.observe.frame.offload_frame import OffloadFrame
 from appliance.observe.frame.protocol import (
     DraftFrame,
+    FailedModelFrame,
     Frame,
     HolderFrame,
     LinkFrame,
@@ -142,7 +143,14 @@ def rich() -> Frame:
             RefusalFrame("ana", "curl 7", 404, "model_not_found", "no x", 135, 27, 4.5, until)
         ],
         swaps=SwapsFrame(
-            ["small"], "small", 3, 2, 2100.0, [ResidentFrame("small", 5 << 20, until)], until
+            ["small"],
+            "small",
+            3,
+            2,
+            2100.0,
+            [ResidentFrame("small", 5 << 20, until)],
+            until,
+            [FailedModelFrame("bad", "its worker died", until)],
         ),
         links=[LinkFrame("prefill", "decode", "shm", 4e11, 3.6e11, 1e9, "lost", True, 14, 2)],
         devices=[device],

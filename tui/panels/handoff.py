@@ -126,6 +126,9 @@ def _models(frame: Frame, width: int) -> list[Line]:
     for one in swaps.resident:
         until = f" until {fig.clock(one.expires_at)}" if one.expires_at else ""
         items.append((f"loaded: {clean(one.model)}", f"{fig.size(one.num_bytes)}{until}"))
+    for each in swaps.failed:
+        until = f"not tried until {fig.clock(each.retry_at)}: {clean(each.reason)}"
+        items.append((f"failed: {clean(each.model)}", until))
     return [rule("MODELS", width), *facts(width, items)]
 
 

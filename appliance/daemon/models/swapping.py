@@ -19,7 +19,13 @@ from appliance.daemon.models.residents import LOOK_S, MemoryNeed, Residents, nee
 from appliance.daemon.process.disk_reads import read_in_thread
 from appliance.fleet.boot import BootPlan, make_plan
 from appliance.fleet.boot_check import check_files
-from appliance.fleet.model_files import facts_by_name, is_to_be_fetched
+from appliance.fleet.failed_models import FailedModels
+from appliance.fleet.model_files import (
+    FilesStamp,
+    facts_by_name,
+    files_stamp,
+    is_to_be_fetched,
+)
 from appliance.fleet.swaps import Swap, SwapLimits, Swaps
 from appliance.hub.names import HubName
 from appliance.observe.log.writer import RequestLog
@@ -55,10 +61,14 @@ class Swapping:
         self._config, self._request_log = config, request_log
         self._served, self._service, self._residents = served, served.service, residents
         self._needs: dict[str, MemoryNeed] = {}
+        self._stamps: dict[str, FilesStamp] = {}
+        """Stamps of the files of each model that was checked, from before the check."""
         first = self._service.model.model_id
         self._configs = {first: config(), **config().models}
         self._being_read: list[str] = []
         """Models whose folders a thread is reading."""
+        self._being_compared: list[str] = []
+        """Models whose files a thread compares with their stamps."""
         self.swaps = Swaps(
             first,
             list(self._configs),
@@ -68,6 +78,7 @@ class Swapping:
             refused=self._service.refused_before_queue,
             aliases=config().model_aliases,
             residents=residents,
+            failed=FailedModels(self._has_changed),
         )
 
     def _limits(self) -> SwapLimits:
@@ -107,7 +118,7 @@ class Swapping:
                 await Fetching([config.model], self._request_log).run()
             if name in self._being_read:
                 raise PenstockError("its folder does not answer; an earlier reader still hangs")
-            tokenizer, misfits = await self._read(name, partial(check_files, config))
+            tokenizer, misfits = await self._read(name, partial(self._check_files, name))
             for about in misfits:
                 self._service.event("warning", MISFIT_CODE, f"{name}: {about}")
             if (served := self._served.loaded()).is_on_cores:
@@ -120,6 +131,27 @@ class Swapping:
             self._tell_failed(name, str(error))
             raise
         return partial(self._swap, name, tokenizer)
+
+    def _check_files(self, name: str) -> tuple[Tokenizer, list[str]]:
+        self._stamps[name] = files_stamp(self._configs[name].model)
+        return check_files(self._configs[name])
+
+    async def _has_changed(self, name: str) -> bool:
+        """Say whether a model's files have changed since the last check."""
+        if name in self._being_compared or name not in self._stamps:
+            return False
+
+        def look() -> bool:
+            self._being_compared.append(name)
+            try:
+                return files_stamp(self._configs[name].model) != self._stamps[name]
+            finally:
+                self._being_compared.remove(name)
+
+        try:
+            return await read_in_thread(f"the model folder of {name}", look, self._waits)
+        except PenstockError:  # the disk hangs
+            return False
 
     async def _read(
         self, name: str, read: Callable[[], T], late: Callable[[T], None] = lambda _: None

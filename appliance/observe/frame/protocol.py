@@ -454,6 +454,15 @@ class ResidentFrame(msgspec.Struct):
     """When it is unloaded if it stays unused; None: once its memory is needed."""
 
 
+class FailedModelFrame(msgspec.Struct):
+    """A model that failed to load and is not tried again yet."""
+
+    model: str
+    reason: str
+    retry_at: str
+    """When a request may have it tried again; a change of its files allows that at once."""
+
+
 class SwapsFrame(msgspec.Struct):
     """Several models: the other names, the next model, the number of waiting requests."""
 
@@ -466,6 +475,7 @@ class SwapsFrame(msgspec.Struct):
     """Models that are loaded besides the served one, the one unused longest first."""
     expires_at: str | None = None
     """When an unused served model makes place for the first one; None: never."""
+    failed: list[FailedModelFrame] = []
 
 
 class DeviceFrame(msgspec.Struct):

@@ -318,6 +318,9 @@ def _swaps(swaps: SwapsFrame) -> Iterator[MetricFamily]:
         loaded = [({"model": one.model}, one.num_bytes) for one in swaps.resident]
         about = "Bytes of loaded models that are not served."
         yield gauge("penstock_model_resident_bytes", about, loaded)
+    if swaps.failed:
+        failed = [({"model": one.model}, 1) for one in swaps.failed]
+        yield gauge("penstock_model_failed", "Failed to load; not tried for now.", failed)
 
 
 def _tier(name: str, tier: TierFrame | None) -> Iterator[MetricFamily]:

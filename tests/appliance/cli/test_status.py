@@ -229,6 +229,15 @@ def test_what_was_chosen_at_start_is_told() -> None:
     ]
 
 
+def test_a_model_that_failed_to_load_is_told_with_its_reason_and_time() -> None:
+    failed = {"model": "small", "reason": "its worker died", "retry_at": "2026-11-21T01:02:03Z"}
+    swaps = {"others": ["small"], "num_waiting": 0, "num_swaps": 0}
+    assert "failed: " not in status_page.page({**FRAME, "swaps": swaps}, colour=False)
+    page = status_page.page({**FRAME, "swaps": {**swaps, "failed": [failed]}}, colour=False)
+    assert "; failed: small, " in page
+    assert ": its worker died" in page
+
+
 def test_the_sums_of_today_outlive_the_daemon_that_counted_them():
     today = {"since": "2026-11-28T00:00:00.000Z", "requests": 8, "failed": 1}
     today |= {"prompt_tokens": 184, "output_tokens": 1542}

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.fleet import swaps
+from appliance.fleet.failed_models import FailedModels
 from appliance.fleet.swaps import IncomingRequest, Swap, SwapLimits, Swaps
 from appliance.observe.frame.protocol import RequestFrame, ResidentFrame
 from engine.errors import PenstockError, QueueFull, RequestError, Unavailable
@@ -39,6 +40,10 @@ class House:
         """Models whose files are bad."""
         self.dying: set[str] = set()
         """Models whose workers die."""
+        self.changed: set[str] = set()
+        """Models whose files have changed since they failed."""
+        self.now_s = 0.0
+        """The clock of failed models."""
         self.num_live = self.num_prepared = 0
         self.swaps = Swaps(
             "a",
@@ -48,6 +53,7 @@ class House:
             limits=lambda: SwapLimits(min_stay_s, max_waiting, 1000, self.max_wait_s),
             refused=self._note_refused,
             residents=self,
+            failed=FailedModels(self._has_changed, lambda: self.now_s),
         )
         self.running = asyncio.create_task(self.swaps.run())
 
@@ -62,6 +68,9 @@ class House:
 
     async def unload(self, name: str, why: str) -> bool:
         return name in self.resident
+
+    async def _has_changed(self, name: str) -> bool:
+        return name in self.changed
 
     def _note_refused(
         self, asker: IncomingRequest, waited: RequestFrame | None, error: RequestError | None
@@ -252,11 +261,47 @@ async def test_a_model_that_dies_at_its_start_is_left_alone_for_a_while() -> Non
     house.dying.add("b")
     with pytest.raises(Unavailable, match="its worker died") as first:
         await house.request("b")
-    assert (first.value.code, first.value.retry_after_ms) == ("swap_failed", 30_000)
+    assert (first.value.code, first.value.retry_after_ms) == ("swap_failed", 60_000)
     assert [await house.request("a"), await house.request("c")] == ["a", "c"]
     with pytest.raises(Unavailable, match="its worker died"):
         await house.request("b")  # at once: c stays
     assert (house.served, house.swaps.current) == (["c"], "c")
+
+
+async def test_a_model_that_keeps_failing_is_tried_ever_less_often_until_it_is_served() -> None:
+    house = House()
+    house.dying.add("b")
+    rests_s = []
+    for _ in range(8):
+        with pytest.raises(Unavailable, match="its worker died") as caught:
+            await house.request("b")
+        rests_s.append(caught.value.retry_after_ms // 1000)
+        house.now_s += rests_s[-1] - 1
+        with pytest.raises(Unavailable, match="its worker died") as caught:
+            await house.request("b")
+        assert caught.value.retry_after_ms == 1000
+        [told] = house.swaps.frame().failed
+        assert (told.model, told.reason) == ("b", "its worker died")
+        house.now_s += 1
+    assert rests_s == [60, 120, 240, 480, 960, 1800, 1800, 1800]
+    assert house.num_prepared == 8
+    house.dying.clear()
+    assert [await house.request("b"), await house.request("a")] == ["b", "a"]
+    assert house.swaps.frame().failed == []
+    house.dying.add("b")
+    with pytest.raises(Unavailable) as caught:
+        await house.request("b")
+    assert caught.value.retry_after_ms == 60_000
+
+
+async def test_a_failed_model_whose_files_have_changed_is_tried_at_once() -> None:
+    house = House()
+    house.dying.add("b")
+    with pytest.raises(Unavailable, match="its worker died"):
+        await house.request("b")
+    house.dying.clear()
+    house.changed.add("b")
+    assert await house.request("b") == "b"
 
 
 async def test_who_names_no_model_is_not_refused_with_those_of_one_that_fails() -> None:

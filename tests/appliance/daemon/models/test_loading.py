@@ -1,6 +1,7 @@
 """Swaps of models."""
 
 import asyncio
+import os
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -159,3 +160,17 @@ async def test_a_folder_that_still_hangs_gets_no_second_reader(tmp_path, monkeyp
     await asyncio.to_thread(ended.wait, 60)
     await swapping._prepare("b")
     assert len(readers) == 2
+
+
+async def test_a_models_files_have_changed_once_one_is_touched_or_missing(tmp_path):
+    a, service, _ = two_models(tmp_path)
+    swapping = swapping_of(a, service)
+    await swapping._prepare("b")
+    assert not await swapping._has_changed("b")
+    file = a.models["b"].model / "config.json"
+    os.utime(file, (1, 1))
+    assert await swapping._has_changed("b")
+    await swapping._prepare("b")
+    assert not await swapping._has_changed("b")
+    file.unlink()
+    assert await swapping._has_changed("b")

@@ -18,8 +18,10 @@ from appliance.observe.frame.protocol import (
     DeviceFrame,
     DraftFrame,
     EnergyFrame,
+    FailedModelFrame,
     HandoffFrame,
     LatencyFrame,
+    SwapsFrame,
     WayFrame,
 )
 from appliance.observe.metrics.exposition import exposition
@@ -110,6 +112,15 @@ def is_not_here(name: str, matchers) -> bool:
     return f"{name}{exact}" in NOT_HERE or any(
         name.startswith(prefix) for prefix in NOT_HERE if "{" not in prefix
     )
+
+
+def test_a_model_that_failed_to_load_is_a_sample_while_it_is_not_tried():
+    swaps = SwapsFrame(["small"], None, 0, 0, None)
+    failed = [FailedModelFrame("small", "its worker died", "2026-11-21T01:02:03Z")]
+    for frame, expected in ((swaps, None), (msgspec.structs.replace(swaps, failed=failed), 1)):
+        found = scraped(msgspec.structs.replace(busy(1), swaps=frame))
+        values = found.get("penstock_model_failed", [({"model": "small"}, None)])
+        assert values == [({"model": "small"}, expected)]
 
 
 QUERY_LINES = [line for line in QUERIES.read_text().splitlines() if not line.startswith("#")]
