@@ -79,7 +79,7 @@ def main() -> int:
     except ChannelClosed:
         return 0
     except PenstockError as error:
-        is_lasting = isinstance(error, WorkerUnfit)
+        is_lasting = isinstance(error, WorkerUnfit | CheckpointError)
         channel.send(Failed(error.what, error.where, error.hint, is_lasting))
         return 1
     except Exception as error:  # noqa: BLE001  # the process border: the daemon must hear of it
@@ -299,8 +299,9 @@ def _loaded(
         return _Loaded(part.weights, part.variants, shards=part.shards)
     spec = setup.weights
     if spec is None:
-        weights = load_weights(checkpoint, setup.dtype, None, None, progress)
-        ranges = {} if setup.disk_bytes is None else ranges_of(weights, checkpoint, None)
+        on_disk = setup.disk_bytes is not None
+        weights = load_weights(checkpoint, setup.dtype, None, None, progress, stays_on_disk=on_disk)
+        ranges = {} if not on_disk else ranges_of(weights, checkpoint, None)
         return _Loaded(weights, ranges=ranges)
     if spec.is_file and spec.is_filled:
         arena = map_unchanged(spec.fd, spec.num_bytes)

@@ -13,6 +13,7 @@ from engine.kernels.cpu import ProductVariants
 from engine.kernels.product_choice import products_here
 from engine.text.read_models import read_text_model
 from engine.wire.messages import TextModelSpec
+from engine.worker.model.finite import check_finite
 from engine.worker.model.linear import Linears, choose_linears
 from engine.worker.model.stored_tensors import Stored
 from engine.worker.model.text_transformer import TextTransformer
@@ -54,6 +55,7 @@ def _load(spec: TextModelSpec, device: torch.device, alive: Callable[[], None]) 
 def _values(stored: Stored) -> torch.Tensor:
     """Return a tensor's values, widened where they are quantised."""
     if not stored.info.is_quantised:
+        check_finite(stored.values, stored.info)
         return stored.values
     return stored.rows(0, stored.num_rows).view(stored.info.shape)
 

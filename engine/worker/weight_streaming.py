@@ -21,9 +21,11 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import DTYPE_BYTES
 from engine.checkpoint.model_file import open_model_fd
+from engine.checkpoint.tensor_info import TensorInfo
 from engine.checkpoint.weights_layout import PanelsLayout, WeightsLayout
 from engine.errors import CheckpointError
 from engine.worker.device import Device
+from engine.worker.model.finite import check_finite
 from engine.worker.model.weights import convert_weights, quantised_weights
 
 PIECE_BYTES = 16 << 20
@@ -43,6 +45,8 @@ class _Piece(NamedTuple):
     dtype: torch.dtype
     target: torch.Tensor
     """Its place in the arena, [num_values]."""
+    tensor: TensorInfo | None
+    """What it is a part of; None: its values were checked before."""
 
 
 class _Buffer:
@@ -75,7 +79,7 @@ def stream_weights(
         progress: called with (bytes done, bytes to do) after each piece.
 
     Raises:
-        CheckpointError: a file cannot be read, or has shrunk.
+        CheckpointError: a file cannot be read, or has shrunk; a value is infinite, or no number.
     """
     pieces = list(_pieces(checkpoint, views))
     with _opened(piece.file for piece in pieces) as files:
@@ -100,7 +104,7 @@ def read_share(
         progress: called with (bytes done, bytes to do), of the part.
 
     Raises:
-        CheckpointError: a file cannot be read, or has shrunk.
+        CheckpointError: a file cannot be read, or has shrunk; a value is infinite, or no number.
     """
     memory = torch.frombuffer(mmap.mmap(fd, layout.num_bytes), dtype=torch.uint8)
     if isinstance(layout, PanelsLayout):
@@ -137,7 +141,7 @@ def stream_arena(fd: int, arena: torch.Tensor, device: Device) -> None:
     starts = range(0, len(arena), PIECE_BYTES)
     targets = [arena[start : start + PIECE_BYTES] for start in starts]
     pieces = [
-        _Piece(where, start, len(target), torch.uint8, target)
+        _Piece(where, start, len(target), torch.uint8, target, None)
         for start, target in zip(starts, targets, strict=True)
     ]
     _stream(pieces, {where: fd}, device, lambda *_: None)
@@ -201,6 +205,7 @@ def _pieces(checkpoint: Checkpoint, views: dict[str, torch.Tensor]) -> Iterator[
                 len(target) * item_bytes,
                 getattr(torch, tensor.dtype),
                 target,
+                tensor,
             )
 
 
@@ -212,7 +217,7 @@ def _open(path: Path) -> int:
 
 
 def _read(fd: int, piece: _Piece, memory: torch.Tensor) -> None:
-    """Fill memory with a piece; runs in a thread, since preadv releases Python's lock."""
+    """Fill memory with a piece, and check it; runs in a thread: Python's lock is released."""
     into = memoryview(memory.numpy().data)[: piece.num_bytes]
     num_read = 0
     while num_read < piece.num_bytes:
@@ -225,3 +230,5 @@ def _read(fd: int, piece: _Piece, memory: torch.Tensor) -> None:
             what = f"the file ends at {piece.start + num_read} bytes, before its weights end"
             raise CheckpointError(what, where=str(piece.file), hint="download the file again")
         num_read += count
+    if piece.tensor is not None:
+        check_finite(memory[: piece.num_bytes].view(piece.dtype), piece.tensor)

@@ -14,6 +14,7 @@ import torch
 from engine.checkpoint.packed_layouts import FORMS
 from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
 from engine.errors import CheckpointError
+from engine.worker.model.finite import check_finite
 
 
 class Parts(NamedTuple):
@@ -308,11 +309,12 @@ class SeparateMatrix:
                 these are not in order.
 
         Raises:
-            CheckpointError: a code is no number.
+            CheckpointError: a code or a scale is infinite, or no number.
         """
         if self._apart.kind == "nvfp4":
             return self._float4(rows)
         codes, scales, zeros = self._codes(rows), self._scales(rows), self._zeros(rows)
+        check_finite(scales, self._apart.parts["scales"])
         depth, group = codes.shape[1], self._apart.group
         if self._columns is not None:
             scales = scales[:, self._columns]
@@ -347,6 +349,7 @@ class SeparateMatrix:
         for place, role in enumerate(("factor", "divisor")):
             if role in self._parts:
                 both[place] = self._parts[role].reshape(())
+                check_finite(torch.cat((both, both[:1] / both[1:])), self._apart.parts[role])
         factors = both.view(torch.uint8).expand(len(rows), 1, 8).contiguous()
         return Parts(codes, scales[..., None], is_float4=True, row_factors=factors)
 

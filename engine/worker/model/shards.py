@@ -20,6 +20,7 @@ from engine.checkpoint.weights_layout import is_embedding
 from engine.errors import WorkerFailed
 from engine.kernels.cpu import Kernels
 from engine.worker.model.buffers import fresh
+from engine.worker.model.finite import check_blocks
 from engine.worker.model.linear import CompiledLinear, Linear, Linears
 from engine.worker.model.reduction import ATTENTION, Reduction
 from engine.worker.model.stored_tensors import Stored, StoredPart
@@ -188,6 +189,7 @@ def _looked_up(source: Stored, dtype: str) -> Weight:
     """Leave rows in the file if they can be looked up there."""
     info = source.info
     if info.is_in_blocks:
+        check_blocks(source.blocks, info)
         return Weight(source.blocks, None, f"{info.dtype}_rows", info.shape)
     rows = source.rows(0, source.num_rows).reshape(info.shape)
     return Weight.plain(rows if info.is_plain else rows.to(getattr(torch, dtype)))

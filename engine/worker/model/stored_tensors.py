@@ -18,6 +18,7 @@ from engine.worker.model.dequantise import (
     joined_rows,
     parts_of,
 )
+from engine.worker.model.finite import check_blocks, check_finite
 
 GROUP = 32
 _DRAWN_IN = (1.0, 0.95, 0.9, 0.85)
@@ -114,8 +115,11 @@ class Stored:
         else:
             values = self._stored_rows(first, end).view(getattr(torch, self.info.dtype))
         if self.info.is_negative_exp:
-            return values.float().neg().log()
-        return values.float() + self.info.shift if self.info.shift else values
+            values = values.float().neg().log()
+        elif self.info.shift:
+            values = values.float() + self.info.shift
+        check_finite(values, self.info)
+        return values
 
     def parts(
         self, first: int, end: int, form: str | None, columns: tuple[int, int] | None = None
@@ -141,6 +145,7 @@ class Stored:
             num_values, num_bytes = BLOCKS[self.info.dtype]
             first_byte, end_byte = (each // num_values * num_bytes for each in columns)
             blocks = blocks[:, first_byte:end_byte]
+        check_blocks(blocks, self.info)
         return parts_of(blocks, self.info.dtype)
 
     def _stored_rows(self, first: int, end: int) -> torch.Tensor:

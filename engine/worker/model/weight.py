@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,11 +27,12 @@ from engine.checkpoint.packed_layouts import (
     packed_shape,
     panels_shape,
 )
-from engine.checkpoint.tensor_info import BLOCKS
+from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
 from engine.checkpoint.weights_layout import PanelsLayout, WeightsLayout
 from engine.errors import CheckpointError
 from engine.kernels.cpu import load_kernels
 from engine.worker.model.dequantise import Parts, parts_of
+from engine.worker.model.finite import check_finite
 from engine.worker.model.stored_tensors import Stored, StoredPart
 
 SCHEMES = {
@@ -113,6 +114,7 @@ _PIECE_VALUES = 4 << 20  # converted between two looks at the clock: some millis
 
 def pack_weights(
     stored: dict[str, Weight],
+    tensors: Mapping[str, TensorInfo],
     layout: WeightsLayout,
     arena: mmap.mmap,
     share: tuple[int, int] | None,
@@ -122,12 +124,14 @@ def pack_weights(
 
     Args:
         stored: the plain matrices, by the names of their tensors.
+        tensors: where these are from.
         layout: where the packed ones lie, of packed_layout().
         arena: shared memory of the layout's size.
         share: (index, count) of the part to fill; None if it is filled.
         progress: called with (bytes done, bytes to do).
 
     Raises:
+        CheckpointError: a value is infinite, or no number.
         ValueError: the arena is smaller than the layout.
     """
     memory = memory_of(arena, layout.num_bytes).view(torch.bfloat16)
@@ -137,15 +141,13 @@ def pack_weights(
         shape, first = packed_shape(num_rows, depth), layout.offset_by_name[name] // 2
         data = memory[first : first + math.prod(shape)].view(shape)
         packed[name] = Weight(data, None, "bfloat16_pairs", (num_rows, depth))
-    fill(
-        packed,
-        layout.num_bytes,
-        share,
-        progress,
-        lambda name, first, end: pack_pairs(
-            stored[layout.source_by_packed[name]], packed[name], first, end
-        ),
-    )
+
+    def pack(name: str, first: int, end: int) -> None:
+        source = layout.source_by_packed[name]
+        pack_pairs(stored[source], packed[name], first, end)
+        check_finite(packed[name].data[first:end], tensors[source])
+
+    fill(packed, layout.num_bytes, share, progress, pack)
     return packed
 
 

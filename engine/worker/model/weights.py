@@ -30,6 +30,7 @@ from engine.checkpoint.weights_layout import (
 )
 from engine.errors import CheckpointError, unreadable
 from engine.system.mapped_files import map_unchanged
+from engine.worker.model.finite import check_blocks, check_finite
 from engine.worker.model.stored_tensors import Stored
 from engine.worker.model.weight import (
     _PIECE_VALUES,
@@ -57,6 +58,7 @@ def load_weights(
     *,
     is_packed: bool = False,
     weights: str = AS_STORED,
+    stays_on_disk: bool = False,
 ) -> dict[str, Weight]:
     """Load the model's weights by name, in `dtype` or as they are mapped.
 
@@ -69,9 +71,13 @@ def load_weights(
         is_packed: the arena holds matrices packed in pairs, as `packed_layout` has them, or of a
             quantised checkpoint in panels, as `panels_layout` has them.
         weights: what matrices are quantised to at start, as for `panels_layout`.
+        stays_on_disk: mapped matrices are read by the steps alone, and their values not checked.
+
+    Raises:
+        CheckpointError: a value is infinite or no number, or a file cannot be read.
     """
     if arena is None:
-        return _mapped(checkpoint, dtype, progress)
+        return _mapped(checkpoint, dtype, progress, is_checked=not stays_on_disk)
     if is_packed and (weights != AS_STORED or not checkpoint.is_plain):
         layout = panels_layout(checkpoint, dtype, weights)
         if layout is None:
@@ -82,8 +88,12 @@ def load_weights(
         pairs = packed_layout(checkpoint, dtype)
         if pairs is None:
             raise ValueError(f"this checkpoint is not packed for {dtype}")
-        mapped = _mapped(checkpoint, dtype, _ignore)
-        return mapped | pack_weights(mapped, pairs, arena, share, progress)
+        mapped = _mapped(checkpoint, dtype, _ignore, is_checked=False)
+        packed = pack_weights(mapped, checkpoint.tensors, pairs, arena, share, progress)
+        if share is not None:
+            for name in mapped.keys() - set(pairs.source_by_packed.values()):
+                check_finite(mapped[name].values, checkpoint.tensors[name])
+        return mapped | packed
     views = _arena_views(checkpoint, dtype, arena)
     if share is not None:
         convert_weights(checkpoint, views, progress, share)
@@ -120,6 +130,8 @@ def quantised_weights(
             weights[name] = Weight.plain(stored[name].values)
         else:
             weights[name] = Weight(stored[name].blocks, None, f"{info.dtype}_rows", info.shape)
+        if share is not None:
+            (check_finite if info.is_plain else check_blocks)(weights[name].data, info)
     return weights | packed_weights(stored, layout, memory, share, progress)
 
 
@@ -182,15 +194,25 @@ def convert_weights(
     progress(total, total)
 
 
-def _mapped(checkpoint: Checkpoint, dtype: str, progress: Progress) -> dict[str, Weight]:
-    """Matrices in the files, vectors in `dtype`."""
-    return {
-        name: Weight.plain(values.to(getattr(torch, dtype)) if values.dim() == 1 else values)
-        for name, values in (
-            (name, stored.values)
-            for name, stored in map_files(checkpoint.tensors, progress).items()
+def _mapped(
+    checkpoint: Checkpoint, dtype: str, progress: Progress, *, is_checked: bool
+) -> dict[str, Weight]:
+    """Leave matrices in the files; convert vectors to `dtype`.
+
+    Args:
+        is_checked: the matrices' values are checked as well; they are read for it.
+    """
+    total, done, weights = checkpoint.num_bytes, 0, {}
+    for name, stored in map_files(checkpoint.tensors, _ignore).items():
+        values = stored.values
+        if is_checked or values.dim() == 1:
+            check_finite(values, stored.info)
+        weights[name] = Weight.plain(
+            values.to(getattr(torch, dtype)) if values.dim() == 1 else values
         )
-    }
+        done += stored.info.num_bytes
+        progress(done, total)
+    return weights
 
 
 def map_files(tensors: Mapping[str, TensorInfo], progress: Progress) -> dict[str, Stored]:
