@@ -6,8 +6,10 @@ Invariant: the daemon and the file take equal parameters; a reader of the file i
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -18,8 +20,15 @@ from appliance.cli import listings, short_ids, terminal
 from appliance.cli.tables import Format, Listing, TableColumn, within
 from appliance.cli.terminal import Host, Output
 from appliance.client.address import UnixAddress
-from appliance.client.calls import Client, DaemonAbsent, DaemonUnreachable, ReplyError
+from appliance.client.calls import (
+    Client,
+    ClientError,
+    DaemonAbsent,
+    DaemonUnreachable,
+    ReplyError,
+)
 from appliance.configuration import client_settings, paths
+from appliance.observe.frame.figures import things
 from engine.errors import RequestError
 from engine.printable import printable
 
@@ -122,9 +131,11 @@ def usage(
     """Sum up requests and tokens by user, model or day."""
     wanted = {"by": by, "since": since, "until": until}
     client = terminal.client(host)
-    rows = _Source("usage", client, state_dir, wanted).read()
+    source = _Source("usage", client, state_dir, wanted)
+    rows = source.read()
     with client.reading():
         terminal.write(terminal.listing("usage", listings.usage(by), output).render(rows))
+    source.note_gap()
 
 
 def request_from_file(
@@ -186,6 +197,17 @@ class _Source:
         self._file = None
         return rows
 
+    def note_gap(self) -> None:
+        """Say what the rows lack where the daemon cannot write its log."""
+        if self._file is not None:
+            return
+        with suppress(ClientError), self.client.reading():
+            if lacks := self.client.state().get("unwritten"):
+                missing = f"{things(lacks['num_requests'], 'finished request')} missing here"
+                terminal.note(printable(f"penstock: {lacks['reason']}; {missing}"))
+                how = f"df -h {shlex.quote(lacks['folder'])}"
+                terminal.note(printable(f"hint: free space there, or mend the disk: {how}"))
+
 
 def _print(source: _Source, columns: tuple[TableColumn, ...], form: Format, follow: bool) -> None:
     """Print the rows, and if they are followed the new ones, until a signal."""
@@ -195,6 +217,7 @@ def _print(source: _Source, columns: tuple[TableColumn, ...], form: Format, foll
     rows = source.read()
     with source.client.reading():
         terminal.write(listing.render(reversed(rows)))
+    source.note_gap()
     if follow:
         _follow(source, listing, rows)
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,3 +175,20 @@ def test_another_daemons_file_is_not_taken_for_that_of_the_one_asked(
     assert penstock(environ, "log", "--state-dir", str(file.parent)).returncode == 0
     (file.parent / "lock").write_text(f"71 {environ['PENSTOCK_SOCKET']}\n")
     assert penstock(environ, "log").returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [("log",), ("log", "-o", "csv"), ("usage",), ("events",)])
+def test_rows_that_the_daemon_cannot_write_are_told_as_missing(
+    daemon: FakeDaemon, environ: dict[str, str], arguments: tuple[str, ...]
+) -> None:
+    lacks: dict[str, Any] = {"reason": "cannot write the request log: disk full", "num_requests": 3}
+    state = {"state": "ready", "unwritten": {**lacks, "folder": "/a b"}}
+    for path in ("log?limit=20", "events?limit=20", "usage?by=user"):
+        daemon.script.replies[f"GET /v1/penstock/{path}"] = (200, {"data": []})
+    quiet = penstock(environ, *arguments)
+    daemon.script.replies["GET /v1/penstock/state"] = (200, state)
+    ended = penstock(environ, *arguments)
+    assert (ended.returncode, ended.stdout) == (0, quiet.stdout)
+    told = ended.stderr.removeprefix(quiet.stderr)
+    assert len(told.splitlines()) == 2
+    assert all(part in told for part in (lacks["reason"], "3 finished requests", "'/a b'"))
