@@ -217,6 +217,8 @@ def _print(source: _Source, columns: tuple[TableColumn, ...], form: Format, foll
     rows = source.read()
     with source.client.reading():
         terminal.write(listing.render(reversed(rows)))
+    if not rows and form.is_for_people:
+        terminal.note("penstock: nothing yet, or nothing that fits the options")
     source.note_gap()
     if follow:
         _follow(source, listing, rows)

@@ -16,6 +16,7 @@ SHOWN_IDS = 8
 LAST = "last"
 """A word for the newest request."""
 _IDS = "`penstock ps -a` and `penstock log` show ids"
+_FIRST = "`penstock run PROMPT` makes one"
 SEARCHED_ROWS = 1000
 _NOT_FOUND = 404
 
@@ -46,7 +47,7 @@ def with_id(text: str, act: Callable[[str], Answer], *sources: Callable[[], list
     if text == LAST:
         newest = next(filter(None, (source() for source in sources)), None)
         if newest is None:
-            raise UsageError("there is no request yet", where="ID", hint=_IDS)
+            raise UsageError("there is no request yet", where="ID", hint=_FIRST)
         return act(newest[0])
     try:
         return act(text)

@@ -326,7 +326,8 @@ def _energy_text(energy: Row) -> str:
 def _tier_text(tier: Row) -> str:
     """Say how full the cache is and how it has served, e.g. `1.2 GiB of 20.0 GiB in 96 blocks`."""
     if tier.get("state") != "on":
-        return f"{tier.get('state')}: {tier.get('reason')}"
+        state = "being opened" if tier.get("state") == "opening" else tier.get("state")
+        return f"{state}: {tier['reason']}" if tier.get("reason") else str(state)
     text = (
         f"{size(tier.get('num_bytes'))} of {size(tier.get('max_bytes'))} in"
         f" {things(tier.get('blocks'), 'block')}; since start"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from appliance.fleet.placement import WorkerPlan
 from engine.errors import WorkerFailed, WorkerUnfit
-from engine.units import size_text
+from engine.units import part_text, size_text
 from engine.wire.beats import Beats
 from engine.wire.channel import DaemonChannel
 from engine.wire.messages import (
@@ -116,8 +116,10 @@ class WorkerState:
     def stage(self) -> str:
         """The stage of its start, in words."""
         if not self.total_bytes:
-            return "starting"
-        return "loading" if self.loaded_bytes < self.total_bytes else "preparing the first step"
+            return "loading PyTorch and the tokenizer"
+        if self.loaded_bytes < self.total_bytes:
+            return f"reading weights, {part_text(self.loaded_bytes, self.total_bytes)}"
+        return "preparing the first step"
 
     @property
     def maps_files(self) -> bool:

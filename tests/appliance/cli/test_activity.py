@@ -192,3 +192,12 @@ def test_rows_that_the_daemon_cannot_write_are_told_as_missing(
     told = ended.stderr.removeprefix(quiet.stderr)
     assert len(told.splitlines()) == 2
     assert all(part in told for part in (lacks["reason"], "3 finished requests", "'/a b'"))
+
+
+def test_lists_without_rows_say_so_to_people_alone(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    for verb in ("log", "events"):
+        daemon.script.replies[f"GET /v1/penstock/{verb}?limit=20"] = (200, {"data": []})
+        assert "nothing yet" in penstock(environ, verb).stderr
+        assert penstock(environ, verb, "-o", "ndjson").stderr == ""

@@ -61,7 +61,9 @@ def test_without_an_id_the_newest_request_is_shown(
     daemon.script.replies["GET /v1/requests"] = (200, {"data": []})
     assert "cmpl-0ld" in penstock(environ, "show").stdout
     daemon.script.replies["GET /v1/penstock/log?limit=1000"] = (200, {"data": []})
-    assert penstock(environ, "show").returncode == 2
+    ended = penstock(environ, "show")
+    assert ended.returncode == 2
+    assert "penstock run" in ended.stderr
 
 
 def test_the_daemon_is_asked_for_the_id_that_is_meant(

@@ -94,6 +94,13 @@ def test_a_page_says_each_thing_once() -> None:
     assert dram.endswith(" 2ms")
 
 
+def test_a_cache_that_is_being_opened_is_one_phrase_until_it_waits_for_something() -> None:
+    for reason, end in (("", "being opened"), ("the disk is slow", "opened: the disk is slow")):
+        tier = {"state": "opening", "reason": reason}
+        lines = status_page.page({**FRAME, "ssd": tier}, colour=False).splitlines()
+        assert next(line for line in lines if line.startswith("ssd")).endswith(end)
+
+
 def test_a_check_without_a_daemon_says_so(environ: dict[str, str]) -> None:
     ended = penstock(environ, "status", "--check")
     assert (ended.returncode, ended.stdout) == (3, "")
