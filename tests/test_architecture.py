@@ -38,7 +38,12 @@ DOORS = {
     "llguidance": ("engine/text/grammar.py", "engine/text/grammar_matcher.py"),
     "msgspec": ("engine/", "appliance/", "tui/feed.py"),
     "uvicorn": ("appliance/http/",),
-    "h11": ("appliance/http/connection.py", "appliance/dynamo/daemon_http.py", "tui/feed.py"),
+    "h11": (
+        "appliance/http/connection.py",
+        "appliance/http/strict_heads.py",
+        "appliance/dynamo/daemon_http.py",
+        "tui/feed.py",
+    ),
     "starlette": ("appliance/api/", "appliance/http/"),
     "psutil": ("appliance/fleet/placement.py", "appliance/observe/telemetry/telemetry.py"),
     "pynvml": ("appliance/devices/nvml.py",),

@@ -46,6 +46,7 @@ from appliance.http.gate import (
     key_digests,
 )
 from appliance.http.rejected_connections import too_many_connections
+from appliance.http.strict_heads import read_strictly
 from engine.errors import RequestError, Unavailable
 
 log = logging.getLogger("penstock.http")
@@ -154,6 +155,7 @@ class ClientProtocol(H11Protocol):
             frozenset() if head is None else frozenset(head.key_digests),
         )
         super().__init__(config, server_state, {"line": line})
+        read_strictly(self.conn)
         self.logger = log
         self._keeps, self._left = keeps, left
         self._kept_name = "" if left is None else left.name

@@ -275,7 +275,9 @@ def _check_head(scope: Scope) -> None:
         raise headers_too_large()
     if scope["http_version"] not in ("1.0", "1.1"):
         raise RequestError("only HTTP/1.1 is supported", code="invalid_http")
-    # With both, two programs can disagree on where the body ends, and smuggling begins.
+    # In either case two programs can disagree on where the body ends, and smuggling begins.
+    if b"transfer-encoding" in names and scope["http_version"] == "1.0":
+        raise RequestError("HTTP/1.0 has no transfer-encoding", code="invalid_http")
     if b"transfer-encoding" in names and b"content-length" in names:
         raise RequestError(
             "a body has a content-length or a transfer-encoding, not both", code="invalid_http"

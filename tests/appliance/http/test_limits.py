@@ -268,6 +268,16 @@ MALFORMED = {
     "a bare feed in a value": b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\0c\r\n\r\n",
     "a huge chunk size": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 40 + b"\r\n",
+    "a line feed alone at a line's end": b"GET /health HTTP/1.1\r\nHost: x\nA: b\r\n\r\n",
+    "a line feed alone at the end": b"GET /health HTTP/1.1\r\nHost: x\r\n\n",
+    "line feeds alone": b"GET /health HTTP/1.1\nHost: x\n\n",
+    "a folded line": b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n",
+    "a line folded by a tab": b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\r\n\tc\r\n\r\n",
+    "a length twice": post(extra=f"Content-Length: {len(COMPLETION)}\r\n"),
+    "two equal lengths in a line": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    b"content-LENGTH: 2, 2\r\n\r\n{}",
+    "chunks on HTTP/1.0": b"POST /v1/completions HTTP/1.0\r\nHost: x\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "two hosts": b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
 }
 
@@ -279,6 +289,20 @@ async def test_what_is_malformed_is_400_and_the_end(running, caplog, sent, tcp):
     assert (status, code) in ((400, "invalid_http"), (501, "invalid_http"))
     assert not caplog.records
     assert await running.works()
+
+
+@pytest.mark.parametrize("trailer", [b"A: b\n\r\n", b"A: b\r\n c\r\n\r\n", b"\n"])
+async def test_a_trailer_is_read_as_strictly_as_a_head(running, trailer):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert code_of(await running.say(head + b"0\r\n" + trailer)) == (400, "invalid_http")
+    assert await running.works()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7])
+async def test_a_strict_head_may_come_in_pieces(patient, piece_bytes):
+    sent = post(extra="Connection: close\r\nA: b\r\n")
+    pieces = [sent[at : at + piece_bytes] for at in range(0, len(sent), piece_bytes)]
+    assert (await patient.say(*pieces)).startswith(b"HTTP/1.1 200")
 
 
 async def test_too_many_headers_are_refused(running):
