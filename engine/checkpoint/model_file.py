@@ -1,4 +1,8 @@
-"""Open a model's files, which are regular ones: a pipe or a device could be read for ever."""
+"""Open a model's files, which are regular ones: a pipe or a device could be read for ever.
+
+Invariant: what is read whole is the model's own, or a file of the same name: a folder from an
+archive may hold a link to any file of its reader's, whose text clients would see.
+"""
 
 from __future__ import annotations
 
@@ -62,15 +66,32 @@ def open_model_file(path: Path, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> B
     return io.BufferedReader(_ToldFile(open_model_fd(path)), buffer_bytes)
 
 
+def _check_link(path: Path, fd: int) -> None:
+    """Compare the path of an opened file with where the model's folder is.
+
+    The hub's cache has links to its blobs, which are named after their sums.
+
+    Raises:
+        CheckpointError: a link led out of the folder, to a file of another name.
+    """
+    opened = Path(os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)"))
+    folder = Path(os.path.realpath(path.parent))
+    blobs = [each.parent / "blobs" for each in folder.parents if each.name == "snapshots"]
+    if opened.name != path.name and not any(map(opened.is_relative_to, (folder, *blobs))):
+        what = f"it is a link out of the model's folder, to {opened}"
+        raise CheckpointError(what, where=str(path), hint="copy that file here if it is meant")
+
+
 def read_model_bytes(path: Path, max_bytes: int | None = None) -> bytes:
     """Read a whole file.
 
     Raises:
-        CheckpointError: it cannot be read, or is too long.
+        CheckpointError: it cannot be read, is too long, or is a link to a foreign file.
         FileNotFoundError: it is missing.
     """
     try:
         with open_model_file(path) as file:
+            _check_link(path, file.fileno())
             num_bytes = os.fstat(file.fileno()).st_size
             most = MAX_WHOLE_BYTES if max_bytes is None else max_bytes
             if num_bytes > most:
