@@ -196,6 +196,26 @@ def test_who_waits_late_has_saved_up_nothing(make):
     assert 4 <= owners.count("a") <= 6
 
 
+def test_an_owner_that_comes_late_has_no_credit_for_the_time_before(make):
+    queue = roomy()
+    for owner in ("a", "b"):
+        queue.push([make(owner, 100) for _ in range(20)], 0)
+    for _ in range(20):
+        take_next(queue)
+    queue.push([make("c", 100) for _ in range(20)], 0)
+    owners = [take_next(queue).owner for _ in range(9)]
+    assert [owners.count(owner) for owner in ("a", "b", "c")] == [3, 3, 3]
+
+
+def test_an_owner_that_comes_back_still_owes_what_it_had_more_than_others(make):
+    queue = roomy()
+    queue.push([make("a", 1000)], 0)
+    queue.push([make("b", 10) for _ in range(20)], 0)
+    assert take_next(queue).owner == "a"
+    queue.push([make("a", 10)], 0)
+    assert [take_next(queue).owner for _ in range(20)] == ["b"] * 20
+
+
 def test_what_was_not_computed_of_a_prompt_is_given_back(make):
     queue = roomy()
     long = make("a", 10_000)
