@@ -224,6 +224,8 @@ def look_at(path: Path, mode: int) -> None:
     """
     if stat.S_ISDIR(path.stat().st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if mode & os.W_OK and os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
     if not os.access(path, mode, effective_ids=True):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
@@ -240,7 +242,10 @@ def check_file(path: Path, mode: int) -> None:
         hint = "run it as the user who serves"
         if isinstance(error, FileNotFoundError):
             hint = "`penstock serve` makes one; --state-dir names the folder of another"
-        raise FileError("cannot read the request log", error, where=str(path), hint=hint) from error
+        elif error.errno == errno.EROFS:
+            hint = "mount that file system for writing; if an error made it so, check the disk"
+        what = f"cannot {'write' if mode & os.W_OK else 'read'} the request log"
+        raise FileError(what, error, where=str(path), hint=hint) from error
 
 
 @contextmanager
