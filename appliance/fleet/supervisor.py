@@ -29,6 +29,7 @@ from appliance.fleet.worker_state import WorkerState, weights_progress
 from engine.errors import ChannelClosed, ChannelGarbled, WorkerFailed, WorkerUnfit
 from engine.system.priority import lower_priority
 from engine.system.python_child import python_command
+from engine.system.signals import signal_name
 from engine.units import part_text, size_text
 from engine.wire import beats
 from engine.wire.channel import DaemonChannel
@@ -605,5 +606,5 @@ def _backoff_s(num_short_lives: int) -> float:
 
 def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        return f"killed by {signal_name(-code)}"
     return f"exit code {code}"

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from engine.errors import CheckpointError, Overran, Unavailable, Unreadable
 from engine.system.priority import lower_priority
 from engine.system.python_child import python_command
+from engine.system.signals import signal_name
 from engine.system.threads import helped_by, is_runnable, process_time_s
 from engine.text.answers import CHAT, FORKED, HERE, MODEL, YIELDING, Answer, receive_answer
 
@@ -411,7 +412,7 @@ def _environment() -> dict[str, str]:
 
 
 def _ended(exit_code: int) -> str:
-    how = f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else "ended"
+    how = f"was ended by {signal_name(-exit_code)}" if exit_code < 0 else "ended"
     return f"{how}; it is started again"
 
 

@@ -33,6 +33,7 @@ from appliance.daemon.process.core_dumps import forbid_core_dumps
 from appliance.daemon.survival.keeper_channel import REPLY
 from engine.errors import ConfigError
 from engine.system.python_child import start_over
+from engine.system.signals import signal_name
 
 MAX_FAILED = 5
 """Maximum crashes in a row of daemons that were not ready."""
@@ -148,7 +149,7 @@ class _Keeper:
                 return 0 if is_wanted else status  # 0: it was told to end while it handed over
             self._num_failed = 0 if self._is_ready or is_wanted else self._num_failed + 1
             is_restart, self._is_ready = self._num_failed < MAX_FAILED, False
-            last_end = "restart" if is_wanted else signal.Signals(number).name
+            last_end = "restart" if is_wanted else signal_name(number)
             if not is_wanted:
                 about = "starting it again" if is_restart else "not started again"
                 _tell(f"The daemon was killed by {last_end}; {about}")

@@ -216,6 +216,12 @@ def test_a_crash_loop_ends_and_the_last_exit_code_too(keep):
     assert again.wait() == 3
 
 
+def test_a_daemon_that_a_real_time_signal_ends_is_started_again(keep):
+    kept = keep("ready=40", "exit=3")
+    assert kept.wait() == 3
+    assert "killed by SIGRTMIN+6; starting it again" in kept.stderr
+
+
 def test_a_daemon_is_started_again_though_nothing_reads_the_keepers_lines(keep):
     kept = keep("ready=9", "exit=3")
     kept.process.stderr.close()
