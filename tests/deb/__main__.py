@@ -1,12 +1,13 @@
-"""Makes the Debian package of a commit for one suite, in a chroot of that suite.
+"""Makes the Debian package of a commit for one suite, in a chroot of that suite, and tries it.
 
 usage: python -m tests.deb SUITE FOLDER [WHEELS]
 
-SUITE is bookworm or trixie. The package and what lintian says of it come into FOLDER/SUITE/dist. A
-second time, the wheel of the commit and FOLDER/SUITE/base, a minimal Debian, are taken as they are.
-The dependencies are those of constraints.txt, whose hashes hold. WHEELS, else FOLDER/SUITE/wheels,
-is a folder of wheels that are taken before PyPI's; if one is a torch for CPUs (+cpu), CUDA's
-packages are left out. It takes root, and the network.
+SUITE is bookworm or trixie. The package and what lintian says come into FOLDER/SUITE/dist. An error
+of lintian, in the package or in the newer one of the upgrade, ends the command; otherwise
+tests.deb.proof tries both. A second time, the wheel of the commit and FOLDER/SUITE/base, a minimal
+Debian, are taken as they are. The dependencies are those of constraints.txt, whose hashes hold.
+WHEELS, else FOLDER/SUITE/wheels, is a folder of wheels that are taken before PyPI's; if one is a
+torch for CPUs (+cpu), CUDA's packages are left out. It takes root, and the network.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.deb import proof
 from tests.release.fitness import commit_of, faults_of_tree, git, version_of
 from tests.release.packages import Builder, sha256
 
@@ -43,6 +45,7 @@ tree=$0
 shift
 exec chroot "$tree" "$@"
 """
+LINTIAN = 'lintian --fail-on error --info --tag-display-limit 0 "$0" > /build/lintian.txt'
 
 
 def in_tree(tree: Path, wheels: Path, *command: str) -> None:
@@ -119,8 +122,32 @@ def debhelper_name(name: str) -> str:
     return own if own.startswith("penstock.") else f"penstock.{own}"
 
 
+def make_package(tree: Path, suite: str, wheel: Path, wheels: Path) -> Path:
+    """Make the package in a tree that has the tools."""
+    work = tree / "build"
+    write_debian(work / "debian", suite)
+    for path in (wheel, ROOT / "CHANGELOG.md", HERE / "make.sh", LEAVE_OUT):
+        shutil.copy(path, work)
+    (work / "requirements.txt").write_text(
+        requirements((ROOT / "constraints.txt").read_text(), wheels)
+    )
+    in_tree(tree, wheels, "sh", "-e", "/build/make.sh")
+    (deb,) = tree.glob("*.deb")
+    return deb
+
+
+def lint(tree: Path, wheels: Path, deb: Path, told: Path) -> None:
+    """Write what lintian says of a package in a tree; end the command at an error."""
+    try:
+        in_tree(tree, wheels, "sh", "-c", LINTIAN, f"/{deb.name}")
+    except subprocess.CalledProcessError:
+        sys.exit(f"lintian finds an error in {deb.name}, or fails: read {told}")
+    finally:
+        print(shutil.copy(tree / "build/lintian.txt", told), flush=True)
+
+
 def main() -> None:
-    """Make the package."""
+    """Make the package and try it."""
     if len(sys.argv) not in (3, 4) or sys.argv[1] not in NUMBERS:
         sys.exit(__doc__)
     suite, folder = sys.argv[1], Path(sys.argv[2]).absolute() / sys.argv[1]
@@ -132,20 +159,17 @@ def main() -> None:
     tree, wheel = folder / "build", made_wheel(folder.parent)
     make_base(suite, folder / "base")
     make_build_tree(folder / "base", tree, wheels)
-    work = tree / "build"
-    write_debian(work / "debian", suite)
-    for path in (wheel, ROOT / "CHANGELOG.md", HERE / "make.sh", LEAVE_OUT):
-        shutil.copy(path, work)
-    (work / "requirements.txt").write_text(
-        requirements((ROOT / "constraints.txt").read_text(), wheels)
-    )
-    in_tree(tree, wheels, "sh", "-e", "/build/make.sh")
+    made = make_package(tree, suite, wheel, wheels)
     dist = folder / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     dist.mkdir()
-    for path in (*tree.glob("*.deb"), work / "lintian.txt"):
-        print(shutil.copy(path, dist))
+    print(deb := Path(shutil.copy(made, dist)), flush=True)
+    lint(tree, wheels, made, dist / "lintian.txt")
+    newer = proof.newer_package(deb, tree)
+    lint(tree, wheels, newer, dist / "lintian-newer.txt")
+    newer = Path(shutil.move(newer, dist))
     shutil.rmtree(tree)
+    proof.prove(folder, deb, newer)
 
 
 if __name__ == "__main__":

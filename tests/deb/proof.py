@@ -148,16 +148,20 @@ def upgrade_under_load(machine: Machine, deb: Path) -> str:
 
 
 def main() -> None:
-    """Install, upgrade, remove and purge."""
+    """Try the package that is in FOLDER/SUITE/dist."""
     if len(sys.argv) != 3:
         sys.exit(__doc__)
     folder = Path(sys.argv[2]).absolute() / sys.argv[1]
-    dist = folder / "dist"
-    (deb,) = dist.glob("penstock_*.deb")
-    tree, newer = folder / "proof", newer_package(deb, dist)
+    (deb,) = (folder / "dist").glob("penstock_*.deb")
+    prove(folder, deb, newer_package(deb, folder / "dist"))
+
+
+def prove(folder: Path, deb: Path, newer: Path) -> None:
+    """Install, upgrade, remove and purge on a machine that is a copy of FOLDER/base."""
+    tree = folder / "proof"
     shutil.rmtree(tree, ignore_errors=True)
     subprocess.run(["cp", "-a", str(folder / "base"), str(tree)], check=True)
-    machine = Machine([dist], tree)
+    machine = Machine([deb.parent], tree)
     try:
         try_package(machine, deb, newer)
     finally:
