@@ -219,7 +219,7 @@ def test_a_crash_loop_ends_and_the_last_exit_code_too(keep):
 def test_a_daemon_that_a_real_time_signal_ends_is_started_again(keep):
     kept = keep("ready=40", "exit=3")
     assert kept.wait() == 3
-    assert "killed by SIGRTMIN+6; starting it again" in kept.stderr
+    assert "SIGRTMIN+6" in kept.stderr
 
 
 def test_a_daemon_is_started_again_though_nothing_reads_the_keepers_lines(keep):
