@@ -107,6 +107,10 @@ class CheckpointError(ConfigError):
         super().__init__(printable(what), where=printable(where), hint=hint or DOWNLOAD_AGAIN)
 
 
+class NotFinite(CheckpointError):
+    """A weight is infinite or no number: no start succeeds until the file is another."""
+
+
 def unreadable(path: Path, error: OSError, what: str = "cannot read") -> CheckpointError:
     """Make the error for an existing model file that cannot be read."""
     hint = "let the user who serves read it: chmod, or serve as its owner"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from engine.errors import (
     ChannelClosed,
     CheckpointError,
+    NotFinite,
     PenstockError,
     RequestError,
     WorkerUnfit,
@@ -79,7 +80,7 @@ def main() -> int:
     except ChannelClosed:
         return 0
     except PenstockError as error:
-        is_lasting = isinstance(error, WorkerUnfit | CheckpointError)
+        is_lasting = isinstance(error, WorkerUnfit | NotFinite)
         channel.send(Failed(error.what, error.where, error.hint, is_lasting))
         return 1
     except Exception as error:  # noqa: BLE001  # the process border: the daemon must hear of it

@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from engine.errors import CheckpointError, PenstockError, WorkerUnfit
+from engine.errors import NotFinite, PenstockError, WorkerUnfit
 from engine.wire.messages import Failed, Setup, WeightsLoaded
 from engine.worker.links import Link
 from engine.worker.process import load_torch, prepare, set_name
@@ -41,7 +41,7 @@ def main() -> int:
     except (EOFError, ConnectionError):
         return 0
     except PenstockError as error:
-        is_lasting = isinstance(error, WorkerUnfit | CheckpointError)
+        is_lasting = isinstance(error, WorkerUnfit | NotFinite)
         _tell(link, Failed(error.what, error.where, error.hint, is_lasting))
         return 1
     except Exception as error:  # noqa: BLE001  # the process border: the first must hear of it

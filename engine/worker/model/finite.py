@@ -10,7 +10,7 @@ import math
 import torch
 
 from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
-from engine.errors import CheckpointError
+from engine.errors import NotFinite
 
 _NO_POWER = 255
 """The exponent byte that stands for no number."""
@@ -28,7 +28,7 @@ def check_finite(values: torch.Tensor, tensor: TensorInfo) -> None:
     """Look at values; half a millisecond for four million.
 
     Raises:
-        CheckpointError: one is infinite, or no number.
+        NotFinite: one is infinite, or no number.
     """
     low, high = torch.aminmax(values)  # both are NaN if one value is
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -39,7 +39,7 @@ def check_blocks(blocks: torch.Tensor, tensor: TensorInfo) -> None:
     """Look at the scales of quantised rows, uint8 [num_rows, bytes of a row].
 
     Raises:
-        CheckpointError: as check_finite().
+        NotFinite: as check_finite().
     """
     by_block = blocks.reshape(-1, BLOCKS[tensor.dtype][1])
     if tensor.dtype not in _SCALES and (by_block[:, 0] == _NO_POWER).any():
@@ -49,7 +49,7 @@ def check_blocks(blocks: torch.Tensor, tensor: TensorInfo) -> None:
         check_finite(scales.view(torch.float16), tensor)
 
 
-def _not_finite(tensor: TensorInfo) -> CheckpointError:
+def _not_finite(tensor: TensorInfo) -> NotFinite:
     what = f"tensor {tensor.name} has a value that is infinite or no number"
     hint = "download the file again; if it stays so, report it to the model's publisher"
-    return CheckpointError(what, where=str(tensor.file), hint=hint)
+    return NotFinite(what, where=str(tensor.file), hint=hint)
