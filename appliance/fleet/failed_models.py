@@ -63,8 +63,9 @@ class FailedModels:
         """
         before = self._failures.get(name)
         num_swaps = (0 if before is None else before.num_swaps) + has_stopped_served
-        rest_s = min(MIN_REST_S * 2 ** min(num_swaps - 1, 30), MAX_REST_S)
-        rest_s = rest_s if has_stopped_served else CHECK_REST_S
+        rest_s = CHECK_REST_S
+        if has_stopped_served:
+            rest_s = min(MIN_REST_S * 2 ** min(num_swaps - 1, 30), MAX_REST_S)
         self._failures[name] = _Failure(about, self._now_s() + rest_s, num_swaps)
         return _cannot(name, about, rest_s)
 

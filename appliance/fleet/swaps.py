@@ -256,8 +256,16 @@ class Swaps(AbstractContextManager[None]):
         loaded, expires_at = self._resident, None
         if self._residents is not None and self.current != self._first:
             expires_at = self._residents.served_expires_at(self.current)
-        counts = self._num_swaps, took_ms, loaded, expires_at, self._failed.frames()
-        return SwapsFrame(others, self.next, waiting, *counts)
+        return SwapsFrame(
+            others,
+            self.next,
+            waiting,
+            self._num_swaps,
+            took_ms,
+            loaded,
+            expires_at,
+            self._failed.frames(),
+        )
 
     @property
     def _resident(self) -> list[ResidentFrame]:

@@ -235,8 +235,8 @@ def _either(words: list[str]) -> str:
 
 def _not_json(error: Exception, body: bytes) -> str:
     """Explain why a body is not JSON; half a surrogate pair is JSON but no character."""
-    if isinstance(error, UnicodeDecodeError) or "UTF-8" in str(error):  # msgspec 0.22, 0.23
-        # neither has the place in the body
+    # msgspec 0.22 tells the place within one text, 0.23 none
+    if isinstance(error, UnicodeDecodeError) or "UTF-8" in str(error):
         try:
             body.decode()
         except UnicodeDecodeError as whole:
