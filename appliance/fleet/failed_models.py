@@ -44,15 +44,15 @@ class FailedModels:
 
     Args:
         has_changed: says whether a model's files have changed since it failed.
-        now_s: the clock.
+        now_s: the clock; None: the monotonic one.
     """
 
     def __init__(
         self,
         has_changed: Callable[[str], Awaitable[bool]] = never_changed,
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] | None = None,
     ) -> None:
-        self._has_changed, self._now_s = has_changed, now_s
+        self._has_changed, self._now_s = has_changed, now_s or time.monotonic
         self._failures: dict[str, _Failure] = {}
 
     def add(self, name: str, about: str, *, has_stopped_served: bool) -> Unavailable:
