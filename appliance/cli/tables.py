@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,12 +23,16 @@ from engine.printable import printable
 
 # Text that came from elsewhere is shown with no control character in it.
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
 
 def for_terminal(text: str) -> str:
-    """Remove control characters from completion text, except newlines and tabs."""
-    return "".join(
-        char for char in text if char in "\n\t" or not (char < " " or "\x7f" <= char <= "\x9f")
-    )
+    """Remove control characters from completion text, except newlines and tabs.
+
+    Overrides, embeddings and isolates of direction go, too: they show text in another order than
+    it has. Arabic and Hebrew can be read without them; their joiners and direction marks stay.
+    """
+    return _CONTROLS.sub("", text)
 
 
 def folded(line: str, room: int | None, column: int = 0) -> str:

@@ -358,6 +358,18 @@ def test_a_terminal_gets_text_without_controls_and_a_newline(
     assert run_on_terminal(environ, "run", "p") == b"a]0;evilb\tc1m\r\n"
 
 
+BIDI = "a\u202eb\u2066c\u202a\u202b\u202c\u202d\u2067\u2068\u2069"
+HEBREW = "\u05e9\u05dc\u05d5\u05dd\u200f\u200e \u0645\u06cc\u200c\u062e\u200d\u061c"
+
+
+def test_a_terminal_gets_no_character_that_reorders_text_and_all_of_arabic_and_hebrew(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    daemon.script.events = [text_event(BIDI + HEBREW, "stop"), DONE]
+    assert run_on_terminal(environ, "run", "p").decode() == f"abc{HEBREW}\r\n"
+    assert penstock(environ, "run", "p").stdout == f"{BIDI}{HEBREW}\n", "a pipe gets every byte"
+
+
 @pytest.mark.parametrize(
     ("status", "exit_code"), [(400, 2), (403, 4), (404, 5), (429, 6), (503, 6), (500, 7)]
 )

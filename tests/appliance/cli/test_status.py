@@ -177,12 +177,13 @@ def test_an_older_daemon_is_shown_without_what_it_does_not_send(
     }
 
 
-def test_metrics_come_as_the_daemon_writes_them(
+def test_metrics_come_as_the_daemon_writes_them_but_for_what_reorders_text(
     daemon: FakeDaemon, environ: dict[str, str]
 ) -> None:
-    daemon.script.replies = {"GET /metrics": (200, b"# HELP a b\na 1.0\n")}
+    written = '# HELP a b\na{model="m\u202e\u2066"} 1.0\n'
+    daemon.script.replies = {"GET /metrics": (200, written.encode())}
     ended = penstock(environ, "metrics")
-    assert (ended.returncode, ended.stdout) == (0, "# HELP a b\na 1.0\n")
+    assert (ended.returncode, ended.stdout) == (0, '# HELP a b\na{model="m"} 1.0\n')
 
 
 def test_status_needs_no_library_of_the_daemon(tmp_path: Path) -> None:
