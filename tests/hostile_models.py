@@ -152,6 +152,19 @@ def greedy_tokenizer(folder: Path) -> Path:
     )
 
 
+SLOW_AT_LOAD = {
+    "match that is given up": "(?:[^%]|[^%][^%])+[ez]c",
+    "match that takes long": "[^%]*[^%]*[^%]*[^%]{0,12}[ez]c",
+}
+"""Expressions that take too long for any text; the second one with half a second, not with 20."""
+
+
+def slow_tokenizer(folder: Path, expression: str) -> Path:
+    """Make a folder whose tokenizer first cuts a text by an expression."""
+    cut = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated"}
+    return _tokenizer(folder, pre_tokenizer=cut | {"invert": False})
+
+
 def _decoder(folder: Path, *stages: dict[str, object]) -> Path:
     return _tokenizer(folder, decoder={"type": "Sequence", "decoders": [*stages]})
 

@@ -85,7 +85,7 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 class _TokenizeApi:
     def __init__(self) -> None:
-        self._turns = Turns("tokenize", MAX_AT_ONCE)
+        self._turns = Turns("tokenize", MAX_AT_ONCE, num_each=1)
 
     async def tokenize(self, http: Request) -> Response:
         """Return a text, or the prompt that a chat becomes, as token ids."""

@@ -52,6 +52,8 @@ CHAT_CPU_S = 0.15
 """Maximum while other chats wait; one that takes longer is rendered again, in a fork of its own."""
 TEXT_CPU_S_PER_BYTE = 1e-5
 """Ten times what tokenizers take on a slow core."""
+SHORT_TEXT_CPU_S, SHORT_TEXT_CPU_S_PER_BYTE = 0.15, 2.5e-6
+"""Maximum while other texts wait; one that takes longer begins again, in a fork of its own."""
 PR_SET_PDEATHSIG, NO_SIGNAL = 1, 0
 UNKNOWN = 1000
 """Exit code of a fork that did not end at its last text."""
@@ -292,13 +294,16 @@ def _limited(job: socket.socket, kind: bytes) -> Answer:
         os._exit(FAILED)
     signal.setitimer(signal.ITIMER_PROF, 0)
     if answer == Answer.OVERRAN and kind in (TEXT, CHAT):
-        os.abort()  # which tells it, once no other job can come to this process
+        # tells it, once no other job can come to this process
+        signal.raise_signal(signal.SIGPROF if result == "time" else signal.SIGABRT)
     _tell(job, answer, result)
     return answer
 
 
 def _cpu_s(kind: bytes, num_bytes: int) -> float:
-    if kind in (TEXT, LONG_TEXT):
+    if kind == TEXT:
+        return SHORT_TEXT_CPU_S + num_bytes * SHORT_TEXT_CPU_S_PER_BYTE
+    if kind == LONG_TEXT:
         return TEXT_CPU_S + num_bytes * TEXT_CPU_S_PER_BYTE
     return {HERE: CPU_S, CHAT: CPU_S, MODEL: MODEL_CPU_S}.get(kind, FORK_CPU_S)
 
@@ -309,6 +314,8 @@ def _answered(name: str, args: tuple[Any, ...]) -> tuple[Answer, str | bytes]:
     except CheckpointError as error:
         if isinstance(error.__cause__, MemoryError):
             return Answer.OVERRAN, "memory"
+        if _is_slow_match(error.__cause__):
+            return Answer.OVERRAN, "time"
         return Answer.REFUSED, json.dumps([error.what, error.where, error.hint])
     except Unreadable as error:
         return Answer.UNREADABLE, error.what
@@ -318,6 +325,15 @@ def _answered(name: str, args: tuple[Any, ...]) -> tuple[Answer, str | bytes]:
         return Answer.UNREADABLE, "it is nested too deeply"
     except MemoryError:
         return Answer.OVERRAN, "memory"
+    except BaseException as error:
+        if not _is_slow_match(error):
+            raise
+        return Answer.OVERRAN, "time"
+
+
+def _is_slow_match(error: BaseException | None) -> bool:
+    """Tell whether a tokenizer's expression was given up after ten million ways to match."""
+    return "retry-limit-in-match" in str(error)
 
 
 def _report(error: BaseException) -> None:

@@ -35,6 +35,7 @@ from engine.text.grammar import (
 from engine.text.jinja_templates import JinjaTemplate
 from engine.text.schema_faults import mend
 from engine.text.tokenizer import Tokenizer, TokenizerFiles
+from engine.text.tokenizer_expressions import expressions_of
 
 TEXTS_NICE = 10
 """How far a process that tokenizes many texts at once stands back."""
@@ -129,6 +130,11 @@ def _tokenizer(path: bytes, has_chats: bool, source: str = "") -> bytes:
     return written(files)
 
 
+def _expressions(path: bytes, has_chats: bool, source: str = "") -> str:
+    files = TokenizerFiles.read(Path(os.fsdecode(path)), has_chats=has_chats, source=source)
+    return expressions_of(files.text)
+
+
 _built: list[Tokenizer] = []
 """The tokenizer of the model that this process has read last."""
 
@@ -185,6 +191,7 @@ JOBS: dict[str, Callable[..., str | bytes]] = {
     "text_model": _text_model,
     "weight_names": _weight_names,
     "tokenizer": _tokenizer,
+    "expressions": _expressions,
     "encode": _encode,
     "encode_each": _encode_each,
     "spans": _spans,

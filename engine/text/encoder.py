@@ -2,7 +2,8 @@
 
 A tokenizer's file is a program: it may let a text grow without end, or match it for days. Used
 here, it would hold the interpreter's lock, end the process, or fill the memory.
-Invariant: a text that takes too much fails alone: it ends a fork of that process.
+Invariant: a text that takes too much fails alone: it ends a fork of that process; one that takes
+long begins again, one at a time, and in a line of its own where its client waits for more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.text.answers import LONG_TEXT, TEXT
-from engine.text.reading import LONGEST_S, READER, UNKNOWN, Ended, ask
+from engine.text.reading import LONGEST_S, READER, UNKNOWN, Ended, Late, ask, asker_here
 
 LONG_BYTES = 1 << 16
 """Longer texts have a fork each; shorter ones are done one after another in one that stays."""
@@ -37,6 +38,7 @@ class Encoder:
         self._closing = weakref.finalize(self, control.close)  # which ends the process
         self._start_again = start_again
         self._starting, self._one_at_a_time = threading.Lock(), threading.Lock()
+        self._one_late_at_a_time = threading.Lock()
 
     def read(self, job: str, *args: Any) -> bytes:
         """Do a job of engine/reader/jobs.py with the tokenizer; blocks.
@@ -45,12 +47,20 @@ class Encoder:
             Unreadable: the tokenizer refuses the text.
             Overran: it takes too long or too much memory.
             Unavailable: the process cannot be started, or is ended from outside.
+            Late: it takes long, and its asker is not late yet.
+            Left: its asker has left.
         """
-        body = marshal.dumps((job, args))
+        body, asker = marshal.dumps((job, args)), asker_here()
         if len(body) > LONG_BYTES:
             return READER.retried(job, lambda: self._read(job, body, LONG_TEXT))
-        with self._one_at_a_time:
-            return READER.retried(job, lambda: self._read(job, body, TEXT))
+        try:
+            with self._one_at_a_time:
+                return READER.retried(job, lambda: self._read(job, body, TEXT))
+        except Late:
+            if asker is not None and not asker.is_late:
+                raise
+        with self._one_late_at_a_time:  # two would take cores from one step in turns
+            return READER.retried(job, lambda: self._read(job, body, LONG_TEXT))
 
     def _read(self, job: str, body: bytes, how: bytes) -> bytes:
         control = self._started()
@@ -59,7 +69,7 @@ class Encoder:
         except OSError as error:
             self._end(control)
             raise Ended(UNKNOWN) from error
-        return READER.result(job, answer, result)
+        return READER.result(job, answer, result, how)
 
     def _started(self) -> socket.socket:
         with self._starting:

@@ -22,6 +22,7 @@ from engine.errors import CheckpointError, Overran, Unavailable
 from engine.text.encoder import Encoder, channel
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer, TokenizerFiles
+from engine.text.tokenizer_expressions import is_about_time, with_expressions
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -117,7 +118,13 @@ def read_tokenizer(path: Path, *, has_chats: bool = True, source: str = "") -> T
 
 
 def _tokenizer_files(path: Path, kept: socket.socket, *args: Any) -> TokenizerFiles:
-    return _FILES.decode(_read("tokenizer", path, *args, kept=kept))
+    try:
+        return _FILES.decode(_read("tokenizer", path, *args, kept=kept))
+    except CheckpointError as error:
+        if not is_about_time(error.what):
+            raise
+        what = with_expressions(error.what, _read("expressions", path, *args).decode())
+        raise CheckpointError(what, where=error.where, hint=error.hint) from error
 
 
 def _not_there(why: str) -> Unavailable:

@@ -27,7 +27,17 @@ from engine.system.priority import lower_priority
 from engine.system.python_child import python_command
 from engine.system.signals import signal_name
 from engine.system.threads import helped_by, is_runnable, process_time_s
-from engine.text.answers import CHAT, FORKED, HERE, MODEL, YIELDING, Answer, receive_answer
+from engine.text.answers import (
+    CHAT,
+    FORKED,
+    HERE,
+    LONG_TEXT,
+    MODEL,
+    TEXT,
+    YIELDING,
+    Answer,
+    receive_answer,
+)
 
 PROGRAM = python_command("-m", "engine.reader")
 TEXT_JOBS = frozenset(("encode", "encode_each", "spans", "decode"))
@@ -39,7 +49,9 @@ YIELDING_S = 0.5
 """How long a job may wait for idle cores; then it is late."""
 LONGEST_S = 60.0
 """Many times what a job may compute: a process that has not answered is stopped or starved."""
-MODEL_JOBS = frozenset(("checkpoint", "config", "text_model", "weight_names", "tokenizer"))
+MODEL_JOBS = frozenset(
+    ("checkpoint", "config", "text_model", "weight_names", "tokenizer", "expressions")
+)
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LC_TIME", "TZ", "LD_LIBRARY_PATH")
 _PYTHON = ("PYTHONHOME", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE")
 """All of it that the process gets: no keys and no tokens."""
@@ -232,6 +244,7 @@ class Reader:
     def _overran(self, job: str, why: str) -> Overran:
         self.failures[why] += 1
         doing = "rendering" if job == "render" else "reading it"
+        doing = "tokenizing" if job in TEXT_JOBS - {"decode"} else doing
         about = f"{doing} failed" if why == "error" else f"{doing} takes too much {why}"
         what = _JOB_NAMES.get(job, "a grammar")
         what = f"{what} was given up, and its request refused"
@@ -253,9 +266,7 @@ class Reader:
             raise Ended(UNKNOWN) from error
         except OSError as error:
             raise Ended(_exit_code(process)) from error
-        if how == CHAT and answer == Answer.ENDED and int(result) == -signal.SIGPROF:
-            raise Late
-        return self.result(job, answer, result)
+        return self.result(job, answer, result, how)
 
     def _ask_chats(self, control: socket.socket, body: bytes) -> tuple[Answer, bytes]:
         """Have a chat rendered by the fork for these, which is started first; one at a time."""
@@ -277,16 +288,19 @@ class Reader:
             each.close()
         self._chats = None
 
-    def result(self, job: str, answer: Answer, result: bytes) -> bytes:
+    def result(self, job: str, answer: Answer, result: bytes, how: bytes) -> bytes:
         """Return what was answered, or raise it.
 
         Raises:
             CheckpointError, Unreadable, Overran, Unavailable: as read() and read_model().
             Ended: the job's process has ended.
+            Late: others have waited long enough for it.
         """
         if answer == Answer.DONE:
             return result
         text = result.decode()
+        if how in (CHAT, TEXT) and answer == Answer.ENDED and int(text) == -signal.SIGPROF:
+            raise Late
         match answer:
             case Answer.REFUSED:
                 what, where, hint = json.loads(text)
@@ -362,7 +376,7 @@ def ask(
         Left: its asker has.
     """
     ours, theirs = socket.socketpair()
-    asker = _HERE.asker if how in (YIELDING, FORKED) else None  # the rest run one after another
+    asker = _HERE.asker if how in (YIELDING, FORKED, LONG_TEXT) else None  # the rest wait in turn
     with ours, theirs, asker.awaits(ours) if asker else contextlib.nullcontext():
         ours.settimeout(YIELDING_S if how == YIELDING else LONGEST_S)
         fds = [theirs.fileno()] if kept is None else [theirs.fileno(), kept.fileno()]
@@ -422,6 +436,11 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int:
         return process.wait(1.0)
     except subprocess.TimeoutExpired:
         return UNKNOWN
+
+
+def asker_here() -> Asker | None:
+    """Return the client that this thread works for; None: its work cannot begin again."""
+    return _HERE.asker
 
 
 READER = Reader()

@@ -35,6 +35,7 @@ from engine.text.decoder_stages import check_token_texts, decoder_stages
 from engine.text.encoder import LONG_BYTES, Encoder
 from engine.text.folder_tokenizer import build_tokenizer
 from engine.text.gguf_tokenizer import read_tokenizer, special_tokens
+from engine.text.tokenizer_expressions import expressions_of, with_expressions
 
 MAX_ADDED = 1 << 15  # each takes as long to build as ten ordinary ones
 """Maximum of tokens beside the ordinary vocabulary."""
@@ -170,8 +171,9 @@ class Tokenizer:
         chat_template: ChatTemplate | str | None = None,
         special_tokens: Mapping[str, str] | None = None,
         encoder: Encoder | None = None,
+        expressions: str = "",
     ) -> None:
-        self._backend, self._encoder = backend, encoder
+        self._backend, self._encoder, self._expressions = backend, encoder, expressions
         self._backend.no_truncation()
         self._backend.no_padding()
         self._special_tokens = dict(special_tokens or {})
@@ -215,7 +217,13 @@ class Tokenizer:
         if found is not None:
             template = ChatTemplate(found.text, str(files.template_where), found.tool_text)
         special = files.special_tokens
-        return cls(files.build(), chat_template=template, special_tokens=special, encoder=encoder)
+        return cls(
+            files.build(),
+            chat_template=template,
+            special_tokens=special,
+            encoder=encoder,
+            expressions=expressions_of(files.text),
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text, by default with the ids that its post-processor adds.
@@ -225,7 +233,7 @@ class Tokenizer:
             Unavailable: nothing tokenizes it.
         """
         if self._encoder is not None:
-            return _numbers(_asked(self._encoder, "encode", text, add_special_tokens))
+            return _numbers(self._asked("encode", text, add_special_tokens))
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -255,7 +263,7 @@ class Tokenizer:
                 yield from (encoding.ids for encoding in found)
                 continue
             asked = group, add_special_tokens, list(cpus)
-            numbers = _numbers(_asked(self._encoder, "encode_each", *asked))
+            numbers = _numbers(self._asked("encode_each", *asked))
             at = len(group)
             for count in numbers[:at]:
                 yield numbers[at : at + count]
@@ -269,7 +277,7 @@ class Tokenizer:
         """
         ids = [token_id for token_id in token_ids if token_id < self.vocab_size]
         if self._encoder is not None and len(ids) > MAX_DECODED_HERE:
-            return _asked(self._encoder, "decode", ids, skip_special_tokens).decode()
+            return self._asked("decode", ids, skip_special_tokens).decode()
         try:
             return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
         except (KeyboardInterrupt, SystemExit):
@@ -287,10 +295,20 @@ class Tokenizer:
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Return each token's place in the text; (0, 0) for tokens that encoding adds."""
         if self._encoder is not None:
-            ends = iter(_numbers(_asked(self._encoder, "spans", text)))
+            ends = iter(_numbers(self._asked("spans", text)))
             return list(zip(ends, ends, strict=True))
         spans: list[tuple[int, int]] = self._backend.encode(text).offsets
         return spans
+
+    def _asked(self, job: str, *args: Any) -> bytes:
+        """Have the encoder do a job, and tell a client of what it refuses."""
+        assert self._encoder is not None
+        try:
+            return self._encoder.read(job, *args)
+        except Overran as error:
+            raise _refusal(with_expressions(error.what, self._expressions), TOO_COSTLY) from error
+        except Unreadable as error:
+            raise _refusal(error.what) from error
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Render the prompt of a conversation, with the options of ChatTemplate.render.
@@ -379,16 +397,6 @@ def _groups(texts: Iterable[str | tuple[str, str]]) -> Iterator[list[str | tuple
         num_bytes += size
     if group:
         yield group
-
-
-def _asked(encoder: Encoder, job: str, *args: Any) -> bytes:
-    """Have an encoder do a job, and tell a client of what it refuses."""
-    try:
-        return encoder.read(job, *args)
-    except Overran as error:
-        raise _refusal(error.what, TOO_COSTLY) from error
-    except Unreadable as error:
-        raise _refusal(error.what) from error
 
 
 def _refusal(why: str, code: str = "invalid_value") -> RequestError:

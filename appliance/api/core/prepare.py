@@ -27,8 +27,8 @@ from engine.scheduler.cache.hashes import PrefixChain
 from engine.text.tokenizer import Detokenizer, Tokenizer
 from engine.wire.run_spec import RunSpec
 
-MAX_INLINE_CHARS = 4096
-"""Longer texts are tokenized in a thread."""
+MAX_INLINE_TOKENS = 4096
+"""Longer prompts are prepared in a thread, as are all that are texts: a tokenizer may be slow."""
 MAX_ECHOED_CHARS, MAX_ECHOED_LOGPROBS = 8 << 20, 1 << 20
 """Maximum that a reply repeats of its prompts, in all choices together."""
 
@@ -68,7 +68,8 @@ async def prepare(entry: Entry, asked: Asked) -> Prepared:
 
 def _is_quick(ask: Ask) -> bool:
     """Tell whether the prompts of a small body are prepared at once."""
-    return not (ask.is_chat or ask.bad_words) and sum(map(len, ask.prompts)) <= MAX_INLINE_CHARS
+    has_text = ask.bad_words or ask.prediction or any(isinstance(one, str) for one in ask.prompts)
+    return not (ask.is_chat or has_text) and sum(map(len, ask.prompts)) <= MAX_INLINE_TOKENS
 
 
 def prepared(appliance: Appliance, ask: Ask, user: str, replayed: Replayed) -> Prepared:

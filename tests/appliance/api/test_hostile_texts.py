@@ -219,6 +219,52 @@ async def test_a_chat_whose_reader_is_killed_is_answered(tmp_path):
         assert (await served.chat(max_tokens=2)).status_code == 200
 
 
+async def test_the_loop_is_free_while_a_short_prompt_is_tokenized(tmp_path, monkeypatch):
+    appliance, gate, begun = fake(), threading.Event(), []
+    encode = appliance.tokenizer.encode
+
+    def slow(*args, **options):
+        begun.append(args)
+        gate.wait(5)  # not for ever: the loop may be what waits
+        return encode(*args, **options)
+
+    monkeypatch.setattr(appliance.tokenizer, "encode", slow)
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        asked = asyncio.create_task(served.http.post("/v1/completions", json=PROMPT))
+        await until(lambda: begun)
+        assert not gate.is_set()
+        assert (await served.http.get("/health")).status_code == 200
+        assert not asked.done()
+        gate.set()
+        assert (await asked).status_code == 200
+
+
+async def test_a_slow_text_begins_again_in_a_line_of_its_own(tmp_path, monkeypatch):
+    appliance, gate, late = fake(), threading.Event(), []
+    encode = appliance.tokenizer.encode
+
+    def slow(text, *args, **options):
+        if text != "slow":
+            return encode(text, *args, **options)
+        if not reading.asker_here().is_late:
+            raise reading.Late
+        late.append(text)
+        assert gate.wait(120)
+        return encode(text, *args, **options)
+
+    monkeypatch.setattr(appliance.tokenizer, "encode", slow)
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        post, body = served.http.post, PROMPT | {"prompt": "slow"}
+        waiting = [asyncio.create_task(post("/v1/completions", json=body)) for _ in range(9)]
+        try:
+            await until(lambda: late)
+            reply = await asyncio.wait_for(post("/v1/completions", json=PROMPT), 60)
+            assert (reply.status_code, len(late)) == (200, 1)
+        finally:
+            gate.set()
+        assert {one.status_code for one in await asyncio.gather(*waiting)} == {200}
+
+
 async def test_no_chat_waits_for_grammars_of_others_and_no_grammar_for_late_ones(
     tmp_path, monkeypatch
 ):

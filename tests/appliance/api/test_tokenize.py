@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 
 from appliance.api import tokenize as tokenize_api
+from appliance.api.routes import build_app
 from engine.text.tokenizer import Tokenizer
-from tests.appliance.peers import VIEWER, client_of
+from tests.appliance.peers import ALICE, BOB, VIEWER, client_of
 from tests.tiny_tokenizers import CHATML, byte_level
-from tests.worlds.daemon_parts import FakeAppliance
+from tests.worlds.daemon_parts import FakeAppliance, until
 
 
 @pytest.fixture
@@ -87,6 +91,38 @@ async def test_texts_have_a_bound(client, monkeypatch):
     tokens = [1] * (tokenize_api.MAX_TOKENS + 1)
     reply = await client.post("/detokenize", json={"tokens": tokens})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_a_client_whose_texts_are_slow_keeps_no_other_waiting(tokenizer, monkeypatch):
+    gate, begun, encode = threading.Event(), [], tokenizer.encode
+
+    def slow(text, *args, **options):
+        if text == "slow":
+            begun.append(text)
+            assert gate.wait(120)
+        return encode(text, *args, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    app = build_app(appliance := FakeAppliance(tokenizer))
+    alice, bob = (client_of(appliance, one, app) for one in (ALICE, BOB))
+    first = [asyncio.create_task(tokenize(alice, prompt="slow")) for _ in range(3)]
+    try:
+        await until(lambda: begun)
+        for path, body in COUNTED.items():
+            reply = await asyncio.wait_for(bob.post(path, json=body), 20)
+            assert reply.status_code == 200, reply.text
+        assert (len(begun), [one.done() for one in first]) == (1, [False] * 3)
+    finally:
+        gate.set()
+    await asyncio.gather(*first)
+
+
+MODEL = "fake/tiny-model"
+COUNTED = {
+    "/tokenize": {"prompt": "a"},
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses/input_tokens": {"input": "a"},
+}
 
 
 async def test_another_model_is_not_there(client):

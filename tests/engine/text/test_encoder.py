@@ -17,7 +17,7 @@ from appliance.hub.names import STARTER_FOLDER
 from engine.errors import RequestError, Unavailable
 from engine.text.encoder import LONG_BYTES
 from engine.text.read_models import read_tokenizer
-from engine.text.reading import READER
+from engine.text.reading import READER, Asker, Late
 from engine.text.tokenizer import TRIAL_TEXT, Tokenizer
 from tests.hostile_models import HOSTILE_TEXTS, greedy_tokenizer
 from tests.tiny_tokenizers import byte_level, save, sentencepiece_like
@@ -110,6 +110,21 @@ def test_a_text_that_takes_too_much_is_refused_and_the_next_one_is_tokenized(gre
     assert (refusal.value.status, bool(refusal.value.hint)) == (400, True)
     assert greedy.encode(PLAIN) == wanted
     assert psutil.Process().memory_info().rss < before_bytes + (64 << 20)
+
+
+@pytest.mark.parametrize("work", ["encode", "encode long", "encode_each", "spans"])
+@pytest.mark.parametrize(
+    ("name", "expression"),
+    [("match that is given up", "(?:X|XX)+[yw]v"), ("match that takes long", "Z*Z*Z*z")],
+)
+def test_a_refusal_says_what_took_too_long_and_names_the_expressions(
+    greedy, name, expression, work
+):
+    text = HOSTILE_TEXTS[name] + " " * (LONG_BYTES if "long" in work else 0)
+    with pytest.raises(RequestError, match="tokenizing takes") as refusal:
+        list(getattr(greedy, work.split()[0])([text] if work == "encode_each" else text))
+    assert f"'{expression}'" in refusal.value.what
+    assert refusal.value.code == "too_costly"
 
 
 @pytest.mark.parametrize("work", ["encode", "spans", "decode"])
@@ -234,6 +249,40 @@ def test_a_short_text_does_not_wait_for_a_long_one(made):
     forks[1].resume()
     thread.join(60)
     assert len(results[0]) > 20_000
+
+
+def test_no_short_text_waits_for_one_that_takes_long(tmp_path, made):
+    tokenizer, process = made(greedy_tokenizer(tmp_path / "m"))
+    wanted, ended = tokenizer.encode(PLAIN), []
+    short = set(process.children())
+
+    def work():
+        with pytest.raises(RequestError):
+            tokenizer.encode(HOSTILE_TEXTS["match that takes long"])
+        ended.append("slow")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not (others := set(process.children()) - short) and not ended:
+        time.sleep(0.001)
+    for fork in others:
+        fork.suspend()
+    assert tokenizer.encode(PLAIN) == wanted
+    assert not ended
+    for fork in others:
+        fork.resume()
+    thread.join(60)
+    assert ended
+
+
+def test_a_slow_text_of_a_client_that_can_wait_is_late(greedy):
+    """Its thread is then free for others."""
+    text = HOSTILE_TEXTS["match that takes long"]
+    with pytest.raises(Late):
+        Asker().do(lambda: greedy.encode(text))
+    with pytest.raises(RequestError):
+        Asker(is_late=True).do(lambda: greedy.encode(text))
+    assert Asker().do(lambda: greedy.encode(PLAIN)) == greedy.encode(PLAIN)
 
 
 def test_a_text_that_the_tokenizer_refuses_costs_no_process(tmp_path, made):

@@ -32,9 +32,11 @@ from tests.gguf_files import write_gguf, write_pieces
 from tests.hostile_models import (
     HOSTILE,
     HOSTILE_TOKENIZERS,
+    SLOW_AT_LOAD,
     large_vocabulary,
     nested_config,
     sentence_piece_bomb,
+    slow_tokenizer,
 )
 from tests.protobuf_fields import field
 from tests.running import running
@@ -134,6 +136,19 @@ def test_what_a_model_holds_takes_no_memory_of_the_process_that_asks(tmp_path, r
     command = [sys.executable, "-c", PEAK, read, str(make(tmp_path / "m"))]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert 0 < int(ended.stdout) < 200_000, ended.stderr
+
+
+@pytest.mark.parametrize("expression", SLOW_AT_LOAD.values(), ids=SLOW_AT_LOAD)
+def test_a_tokenizer_that_takes_too_long_is_refused_with_its_expressions(
+    tmp_path, short, monkeypatch, expression
+):
+    monkeypatch.setattr(read_models, "READER", short)
+    folder = slow_tokenizer(tmp_path / "m", expression)
+    with pytest.raises(CheckpointError, match="takes too much time") as refused:
+        read_models.read_tokenizer(folder)
+    assert f"'{expression}'" in refused.value.what
+    assert str(folder) in refused.value.where
+    assert read_models.read_tokenizer(STARTER_FOLDER).encode("a")
 
 
 def test_half_a_character_is_an_error_of_its_model(tmp_path):
