@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -183,7 +184,7 @@ class Connection:
             raise NoSuchModel(
                 f"the daemon serves {self._models[0]['id']}",
                 where=asked,
-                hint=f"run `penstock stop` and try again; or name both as [models.NAME] in {file}",
+                hint=f"{_how_to_serve(asked, meant)}; or name both as [models.NAME] in {file}",
             ) from error
 
     def _asked_for(self, name: str) -> dict[str, Any]:
@@ -271,6 +272,15 @@ def when_loaded(client: Client, ask: Callable[[], Answer]) -> Answer:
 
 def _loading_text(reason: object) -> str:
     return "loading the model" if reason in (None, "", "model_loading") else printable(reason)
+
+
+def _how_to_serve(asked: str, meant: Path | HubName) -> str:
+    """Say what to run so that a daemon of this machine serves a model that exists."""
+    name = shlex.quote(asked)
+    serve = f"`penstock stop` and `penstock serve --model {name}`"
+    if isinstance(meant, HubName) and cache.resolve(cache.hub_cache(os.environ), meant) is None:
+        return f"it is not on this machine: run `penstock pull {name}`, {serve}"
+    return f"it is on this machine: run {serve}"
 
 
 def _check_exists(asked: str, meant: Path | HubName) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import signal
 import stat
 import time
@@ -171,6 +172,17 @@ def test_a_model_that_the_daemon_does_not_serve_is_refused_before_anything_is_re
     assert "hint: " in ended.stderr
     assert ("is qwen3:0.6b meant?" in ended.stderr) == (words[0] == "qwen3:0.6")
     assert [line for line, _ in daemon.script.asked if line.startswith("POST")] == []
+
+
+@pytest.mark.parametrize(("asked", "is_here"), [("qwen3:0.6b", False), ("./my model.gguf", True)])
+def test_a_model_that_the_daemon_does_not_serve_is_told_how_to_be_served(
+    daemon: FakeDaemon, environ: dict[str, str], tmp_path: Path, asked: str, is_here: bool
+) -> None:
+    (tmp_path / "my model.gguf").touch()
+    ended = penstock(environ, "run", "-m", asked, "Hello", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (5, "")
+    assert f"`penstock serve --model {shlex.quote(asked)}`" in ended.stderr
+    assert (f"`penstock pull {asked}`" in ended.stderr) == (not is_here)
 
 
 def test_a_model_that_is_known_and_not_loaded_is_loaded_for_its_sampling(
