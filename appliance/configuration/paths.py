@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -76,21 +77,38 @@ def client_socket(environ: Mapping[str, str]) -> Path:
 
     It is the service's, or the one in the lock of this user's daemon, which may have been started
     with another XDG_RUNTIME_DIR, as by cron or su. The service and root take the service's first.
+    A socket that a dead daemon left is the last choice: no client reaches a daemon there.
 
     Raises:
         ConfigError: as default_socket(), or the socket in this user's folder is another user's.
     """
     path = default_socket(environ)
-    if os.path.lexists(path):
-        if path.parent == private_dir(environ):
-            _check_owner(path)
-        return path
+    found = [path] if os.path.lexists(path) else []
+    if found and path.parent == private_dir(environ):
+        _check_owner(path)
     told, is_user = _told_socket(environ), not _is_of_service(environ)
-    if told and is_user:
-        return told
+    if told and is_user and told not in found:
+        found.append(told)
     if has_unit() or (is_user and os.path.exists(SYSTEM_SOCKET)):
-        return SYSTEM_SOCKET
-    return told or path
+        found.append(SYSTEM_SOCKET)
+    if told and told not in found:
+        found.append(told)
+    if len(found) < 2:  # connecting would start a stopped service
+        return (found or [path])[0]
+    return next((each for each in found if _is_listened_on(each)), found[0])
+
+
+def _is_listened_on(path: Path) -> bool:
+    """Say whether a daemon has the socket, also if it is busy or does not let this user in."""
+    with socket.socket(socket.AF_UNIX) as line:
+        line.setblocking(False)
+        try:
+            line.connect(str(path))
+        except (BlockingIOError, PermissionError):
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def socket_of(state_dir: Path) -> str:

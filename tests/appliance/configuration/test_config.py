@@ -324,6 +324,42 @@ def test_a_user_serves_beside_the_service_and_asks_it_while_no_daemon_of_his_own
     assert socket_path(None, environ) == moved
 
 
+def test_a_socket_that_a_killed_daemon_left_hides_no_daemon_that_listens(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 60001)
+    monkeypatch.setattr(paths, "check_own_socket", lambda _path: None)
+    environ = {"XDG_RUNTIME_DIR": str(machine)}
+    service, own = machine / "run" / "penstock.sock", machine / "penstock" / "penstock.sock"
+    own.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as living:
+        dead.bind(str(own))
+        assert socket_path(None, environ) == own, "there is no other"
+        living.bind(str(service))
+        assert socket_path(None, environ) == own, "nobody listens on either"
+        living.listen(1)
+        assert socket_path(None, environ) == service
+        assert socket_path(None, {**environ, "PENSTOCK_SOCKET": str(own)}) == own
+        write_own_toml(machine, f'socket = "{own}"\n')
+        assert socket_path(None, environ) == own
+
+
+def test_a_daemon_of_the_users_own_that_listens_is_asked_also_if_it_is_busy(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 60001)
+    monkeypatch.setattr(paths, "check_own_socket", lambda _path: None)
+    environ = {"XDG_RUNTIME_DIR": str(machine)}
+    own = machine / "penstock" / "penstock.sock"
+    own.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as service, socket.socket(socket.AF_UNIX) as busy:
+        service.bind(str(machine / "run" / "penstock.sock"))
+        service.listen()
+        busy.bind(str(own))
+        busy.listen(0)
+        assert [socket_path(None, environ) for _ in range(5)] == [own] * 5
+
+
 def test_what_a_start_would_use_is_shown_by_the_users_file_though_the_service_is_asked(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
