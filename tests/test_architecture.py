@@ -249,7 +249,6 @@ MAY_BY_HAND = {
     "appliance/cli/chat.py": "a person's own history",
     "appliance/cli/conversation.py": "a new file that the user names",
     "appliance/cli/new_file.py": "a new file that the user names",
-    "appliance/doctor/bundle.py": "a new file that the user names",
     "appliance/cli/install_service.py": "whether others may enter the program's folders",
     "appliance/daemon/survival/kept_replies.py": "whether a descriptor is a socket",
     "appliance/cli/terminal.py": "/dev/null",

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from appliance.cli import terminal
+from appliance.cli.new_file import appearing
 from appliance.cli.tables import Format, TableColumn, folded
 from appliance.cli.terminal import Host, Output
 from engine.printable import printable
-
-if TYPE_CHECKING:
-    pass
 
 BAD_EXIT_CODE = 8
 
@@ -64,7 +62,8 @@ def doctor(
     if bundle is not None:
         from appliance.doctor.bundle import write_bundle
 
-        parts = write_bundle(bundle, settings, findings, lambda: terminal.client(host))
+        with appearing(bundle, "the report") as unfinished:
+            parts = write_bundle(unfinished, settings, findings, lambda: terminal.client(host))
         terminal.note(f"wrote {bundle}; it has {', '.join(parts)}")
     rows = [asdict(each) for each in findings]
     if output is Format.TABLE:

@@ -32,7 +32,7 @@ from appliance.http.api_keys import KEY_PREFIX
 from appliance.observe.log.query import EventQuery, RowQuery, Span, log_time
 from appliance.observe.log.reader import read_events, read_rows
 from appliance.observe.log.recording_copy import write_recording
-from engine.errors import FileError, PenstockError
+from engine.errors import PenstockError
 
 NUM_EVENTS = 1000
 NUM_REQUESTS = 200
@@ -51,15 +51,15 @@ def write_bundle(
     findings: Iterable[Finding],
     client: Callable[[], Client],
 ) -> list[str]:
-    """Write the report, readable only by its owner; return its parts and the missing ones.
+    """Write the report; return its parts and the missing ones.
 
     Args:
-        path: a new file, a gzipped tar.
+        path: a private file, which becomes a gzipped tar.
         settings: as the flags of serve.
         client: of the daemon that the command would ask.
 
     Raises:
-        PenstockError: the file exists already, or cannot be written.
+        OSError: the file cannot be written.
     """
     parts: dict[str, Callable[[], object]] = {
         "versions.json": _versions,
@@ -72,18 +72,13 @@ def write_bundle(
         "stacks.txt": lambda: stacks(client_settings.load_asked(settings).state_dir),
     }
     said = []
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
-            for name, make in parts.items():
-                data, problem = _made(make)
-                info = tarfile.TarInfo(f"{FOLDER}/{name}")
-                info.size, info.mtime, info.mode = len(data), int(time.time()), 0o600
-                archive.addfile(info, io.BytesIO(data))
-                said.append(f"{name}: {problem}" if problem else name)
-    except OSError as error:
-        hint = "name a new file in a folder of yours"
-        raise FileError("cannot write", error, where=str(path), hint=hint) from error
+    with tarfile.open(path, mode="w:gz") as archive:
+        for name, make in parts.items():
+            data, problem = _made(make)
+            info = tarfile.TarInfo(f"{FOLDER}/{name}")
+            info.size, info.mtime, info.mode = len(data), int(time.time()), 0o600
+            archive.addfile(info, io.BytesIO(data))
+            said.append(f"{name}: {problem}" if problem else name)
     return said
 
 

@@ -72,14 +72,18 @@ def add_key(path: Path, name: str, role: str = "user") -> str:
     key, line = new_key(name, role)
     try:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
-        with open(open_own_target(path, flags, denied=_WRITABLE), "rb+") as file:
+        fd = open_own_target(path, flags, denied=_WRITABLE)
+        with open(fd, "rb+", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if any(each.name == name for each in read_keys(path)):
                 hint = "choose another name, or delete its line first"
                 raise ConfigError(f"there is a key named {name!r}", where=str(path), hint=hint)
             before = file.read()
-            file.write(b"" if not before or before.endswith(b"\n") else b"\n")
-            file.write(line.encode() + b"\n")
+            start = b"" if not before or before.endswith(b"\n") else b"\n"
+            added = start + line.encode() + b"\n"
+            if file.write(added) < len(added):  # part of a line would make the whole file invalid
+                file.truncate(len(before))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise ConfigError(f"cannot add a key: {error.strerror}", where=str(path)) from error
     return key

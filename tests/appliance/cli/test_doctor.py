@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
@@ -314,6 +316,19 @@ def test_what_needs_this_machines_files_is_refused_for_a_daemon_elsewhere(
     assert "the daemon on another" in ended.stderr
     assert "hint: run it there" in ended.stderr
     assert not (tmp_path / "report.tgz").exists()
+
+
+def test_of_a_report_that_no_disk_has_room_for_nothing_is_left(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    program = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+    program += "import sys; from appliance.cli import main; sys.exit(main())"
+    words = [sys.executable, "-B", "-c", program, "doctor", "--bundle", "report.tgz"]
+    ended = subprocess.run(
+        words, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "cannot write" in ended.stderr
+    assert list(tmp_path.glob("*report*")) == []
 
 
 class _Asked(Client):

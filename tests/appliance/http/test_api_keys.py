@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import re
+import resource
 import threading
 
 import pytest
@@ -109,6 +110,20 @@ def test_a_key_is_added_after_a_line_without_an_end(write):
     path = write(f"first user {GOOD}")
     add_key(path, "second")
     assert [key.name for key in read_keys(path)] == ["first", "second"]
+
+
+def test_a_disk_that_fills_leaves_no_part_of_a_line(tmp_path):
+    path = tmp_path / "keys"
+    add_key(path, "first")
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, hard))
+    try:
+        with pytest.raises(ConfigError, match="cannot add a key"):
+            add_key(path, "second")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
 
 
 def test_of_two_who_add_a_name_at_once_one_is_told_that_it_is_taken(tmp_path):
