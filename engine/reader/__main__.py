@@ -50,6 +50,8 @@ CPU_S, FORK_CPU_S, MODEL_CPU_S, TEXT_CPU_S = 5.0, 2.0, 20.0, 1.0
 """Maximum of a job: many times what the longest texts take that can be served."""
 CHAT_CPU_S = 0.15
 """Maximum while other chats wait; one that takes longer is rendered again, in a fork of its own."""
+CHAT_CPU_S_PER_BYTE, MAX_CHAT_CPU_S = 1e-4, 20.0
+"""What its length adds to the 2 s there: some templates look at all messages for each message."""
 TEXT_CPU_S_PER_BYTE = 1e-5
 """Ten times what tokenizers take on a slow core."""
 SHORT_TEXT_CPU_S, SHORT_TEXT_CPU_S_PER_BYTE = 0.15, 2.5e-6
@@ -288,6 +290,9 @@ def _limited(job: socket.socket, kind: bytes) -> Answer:
             with contextlib.suppress(Exception):  # raised again when it is used
                 compiled(args[0])  # by a new process, which is not the chat's doing
             signal.setitimer(signal.ITIMER_PROF, CHAT_CPU_S)
+        elif name == "render":
+            own_s = FORK_CPU_S + len(body) * CHAT_CPU_S_PER_BYTE
+            signal.setitimer(signal.ITIMER_PROF, min(own_s, MAX_CHAT_CPU_S))
         answer, result = _answered(name, args)
     except BaseException as error:  # noqa: BLE001 - it is told, and this process ends
         _report(error)

@@ -66,6 +66,39 @@ other.shutdown(socket.SHUT_WR)
 """
 
 
+CHAT = """
+import os, socket, sys, time
+import engine.reader.__main__ as reader
+from engine.reader.jobs import JOBS
+from engine.text.answers import FORKED, receive_answer
+
+def spin(cpu_s, _messages):
+    while time.process_time() - begun_s < cpu_s:
+        pass
+    return "done"
+
+JOBS["render"], begun_s = spin, time.process_time()
+reader.FORK_CPU_S, reader.MAX_CHAT_CPU_S = 0.05, 2.0
+job, other = socket.socketpair()
+other.sendall(reader.marshal.dumps(("render", (float(sys.argv[1]), "a" * int(sys.argv[2])))))
+other.shutdown(socket.SHUT_WR)
+reader._limited(job, FORKED)
+print(receive_answer(other)[1].decode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "num_bytes", "told"),
+    [("0.5", 10_000, "done"), ("0.5", 100, ""), ("inf", 100_000, "")],
+    ids=["a long chat", "a short chat", "an endless loop"],
+)
+def test_a_slow_chat_may_compute_by_its_length_but_not_without_end(cpu_s, num_bytes, told):
+    command = [sys.executable, "-c", CHAT, cpu_s, str(num_bytes)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.strip() == told, ended.stderr
+    assert ended.returncode == (0 if told else -signal.SIGPROF)
+
+
 @pytest.mark.parametrize("kind", ["TEXT", "LONG_TEXT"])
 def test_a_text_that_computes_without_end_ends_its_process_at_the_limit(kind):
     command = [sys.executable, "-c", f"{SPIN}reader._limited(job, {kind})"]
