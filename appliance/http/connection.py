@@ -45,7 +45,6 @@ from appliance.http.gate import (
     headers_too_large,
     key_digests,
 )
-from appliance.http.rejected_connections import too_many_connections
 from appliance.http.strict_heads import read_strictly
 from engine.errors import RequestError, Unavailable
 
@@ -456,8 +455,8 @@ class ClientProtocol(H11Protocol):
         is_idle = mark.phase is ConnectionPhase.IDLE and self._phase() is ConnectionPhase.IDLE
         return mark.since if is_idle else None
 
-    def give_way(self) -> bool:
-        """Evict the connection: reply 503 unless it is idle, and close.
+    def give_way(self, why: Unavailable) -> bool:
+        """Evict the connection: reply 503 with `why` unless it is idle, and close.
 
         An idle connection gets no reply, since the client would take it for the reply to its next
         request.
@@ -473,7 +472,7 @@ class ClientProtocol(H11Protocol):
         if self._phase() is ConnectionPhase.IDLE:
             self.hang_up()
             return False
-        self._refuse(too_many_connections())
+        self._refuse(why)
         return True
 
     def send_400_response(self, msg: str) -> None:

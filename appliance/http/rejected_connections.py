@@ -10,12 +10,15 @@ import asyncio
 import contextlib
 import logging
 import math
+import resource
 import socket
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
 from appliance.api.core.wire import error_object
+from appliance.daemon.process.limits import too_few_files
 from engine.errors import Unavailable
 
 LINGER_S = 5.0
@@ -23,6 +26,8 @@ LINGER_S = 5.0
 """
 MAX_LINGERING = 256
 """Maximum rejected sockets kept open; above it the oldest is closed."""
+FILES_PER_LINGERING = 16
+"""Open files allowed for each of them: they may not use up a low limit."""
 TELL_EVERY_S = 10.0
 RETRY_AFTER_MS = 1000
 _READ_BYTES = 1 << 16
@@ -30,17 +35,26 @@ _READ_BYTES = 1 << 16
 _TOLD = logging.getLogger("penstock")
 
 
-def too_many_connections() -> Unavailable:
-    """Make the error for a rejected connection."""
-    return Unavailable(
-        "too many connections", code="too_many_connections", retry_after_ms=RETRY_AFTER_MS
-    )
+def too_many_connections(wanted: int) -> Unavailable:
+    """Make the error for a rejected connection; it names the limit of open files if that is why.
+
+    Args:
+        wanted: connections, as the settings allow them.
+    """
+    about = too_few_files(wanted)
+    what = "too many connections" + (f": {about}" if about else "")
+    return Unavailable(what, code="too_many_connections", retry_after_ms=RETRY_AFTER_MS)
 
 
 class RejectedConnections:
-    """Reject connections of one server: answer 503 or close, and count."""
+    """Reject connections of one server: answer 503 or close, and count.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: says how many connections the settings allow.
+    """
+
+    def __init__(self, wanted: Callable[[], int]) -> None:
+        self._wanted = wanted
         self._lingering: dict[socket.socket, float] = {}
         """Rejected sockets with the loop time of their close; the oldest first."""
         self._counts: Counter[str] = Counter()
@@ -58,12 +72,13 @@ class RejectedConnections:
         """Answer 503 in one write, which a new connection's empty buffer takes, and wait."""
         self.count(whose, is_told=True)
         try:
-            connection.send(_reply())
+            connection.send(_reply(too_many_connections(self._wanted())))
             connection.shutdown(socket.SHUT_WR)
         except OSError:  # it is gone
             connection.close()
             return
-        if len(self._lingering) >= MAX_LINGERING:
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if len(self._lingering) >= min(MAX_LINGERING, max(allowed // FILES_PER_LINGERING, 1)):
             self._close(next(iter(self._lingering)))
         self._lingering[connection] = self._loop.time() + LINGER_S
         self._loop.add_reader(connection, self._read, connection)
@@ -81,7 +96,8 @@ class RejectedConnections:
         if self._counts and now_s - self._told_s >= TELL_EVERY_S:
             whose = ", ".join(f"{name} {number}" for name, number in self._counts.most_common(5))
             _TOLD.warning(
-                "max_connections reached: rejected %d connections, %d with a reply: %s",
+                "%s: rejected %d connections, %d with a reply: %s",
+                too_few_files(self._wanted()) or "max_connections reached",
                 self._counts.total(),
                 self._num_told,
                 whose,
@@ -111,8 +127,8 @@ class RejectedConnections:
         connection.close()
 
 
-def _reply() -> bytes:
-    body = msgspec.json.encode(error_object(too_many_connections()))
+def _reply(error: Unavailable) -> bytes:
+    body = msgspec.json.encode(error_object(error))
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
         "content-type: application/json\r\n"

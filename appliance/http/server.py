@@ -131,7 +131,7 @@ class ApiServer:
         """
         if not self._inherited and not self._is_restart:
             self.open()
-        self._turned_away = RejectedConnections()
+        self._turned_away = RejectedConnections(lambda: self.policy.max_connections)
         # Uvicorn gets no sockets: its accepting knows no limits.
         self._task = asyncio.create_task(self._server.serve(sockets=[]))
         started = asyncio.create_task(self._server.has_started.wait())
@@ -324,10 +324,9 @@ class ApiServer:
     def _has_room(self, who: Credentials | None) -> bool:
         """Say whether one more connection may enter, evicting another if needed."""
         everybody = self._connections
-        limit = max_connections(self.policy.max_connections + NUM_RESERVED) - NUM_RESERVED
-        if who is not None and self.policy.peer_of(who).role is Role.OPERATOR:
-            limit += NUM_RESERVED
-        else:
+        limit = max_connections(self.policy.max_connections + NUM_RESERVED)
+        if who is None or self.policy.peer_of(who).role is not Role.OPERATOR:
+            limit = max(limit - NUM_RESERVED, 1)
             uid = _uid(who)
             most = _share(limit)
             if len(everybody) >= most:  # otherwise no user exceeds the share
@@ -348,7 +347,8 @@ class ApiServer:
         ]
         if spare:
             oldest = min(spare, key=lambda pair: pair[0])[1]
-            self._turned_away.count(self._name(oldest.credentials), is_told=oldest.give_way())
+            is_told = oldest.give_way(too_many_connections(self.policy.max_connections))
+            self._turned_away.count(self._name(oldest.credentials), is_told=is_told)
         return bool(spare)
 
     def _give_up_idle(self) -> None:
@@ -361,7 +361,7 @@ class ApiServer:
         same = [connection for connection in self._connections if connection.key == name]
         most = _share(_share(self.policy.max_connections))
         if len(same) >= most and not self._make_room(same):
-            raise too_many_connections()
+            raise too_many_connections(self.policy.max_connections)
 
 
 class _Server(uvicorn.Server):

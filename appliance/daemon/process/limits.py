@@ -30,11 +30,8 @@ def raise_limit(wanted: int) -> str | None:
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    limit, fit = resource.getrlimit(resource.RLIMIT_NOFILE)[0], max_connections(wanted)
-    if fit == wanted:
-        return None
-    about = f"max_connections is {wanted}, but {limit} open files are allowed, with room for {fit}"
-    return f"{about} (ulimit -Hn, LimitNOFILE=)"
+    about = too_few_files(wanted)
+    return about and f"max_connections is {wanted}, but {about}"
 
 
 def standing_threads(count: int, name: str) -> ThreadPoolExecutor:
@@ -68,6 +65,15 @@ def max_connections(wanted: int, limit: int | None = None) -> int:
     """
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     return max(min(wanted, allowed - NUM_APART), 1)
+
+
+def too_few_files(wanted: int) -> str | None:
+    """Say which limit of open files allows fewer connections than wanted; None: it allows them."""
+    limit, fit = resource.getrlimit(resource.RLIMIT_NOFILE)[0], max_connections(wanted)
+    if fit == wanted:
+        return None
+    raised = "raise it by ulimit -Hn or LimitNOFILE="
+    return f"{limit} open files are allowed, with room for {fit} ({raised})"
 
 
 class SpareDescriptors:

@@ -951,6 +951,25 @@ async def test_connections_leave_descriptors_for_the_rest(narrow, monkeypatch):
     assert (await narrow.http.get("/health")).status_code == 200  # an operator's
 
 
+async def test_a_flood_at_a_low_limit_of_open_files_is_told_of_it_and_leaves_some(
+    narrow, monkeypatch, caplog
+):
+    monkeypatch.setattr(process_file.resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(AccessPolicy, "_role_of", lambda *_: Role.USER)
+    narrow.server.policy = dataclasses.replace(narrow.server.policy, max_connections=1024)
+    entered, *late = [await narrow.connect() for _ in range(9)]
+    lingering = narrow.server._turned_away._lingering
+    await until(lambda: len(lingering) == 4)
+    for reader, writer in late[-4:]:
+        writer.write(post())
+        reply = await read_all(reader)
+        assert code_of(reply) == (503, "too_many_connections")
+        assert b" 64 open files " in reply
+    assert not entered[0].at_eof(), "one user is let in"
+    monkeypatch.setattr(rejected_connections, "TELL_EVERY_S", 0.0)
+    await until(lambda: "64 open files" in caplog.text)
+
+
 async def test_where_no_descriptor_is_left_an_idle_connection_gives_its_own_up(
     narrow, monkeypatch, caplog
 ):
