@@ -111,6 +111,18 @@ def test_what_another_user_owns_is_refused(folder, tmp_path, what):
 
 
 @AS_ROOT
+def test_a_link_that_root_made_leads_every_user_to_his_own_folder(folder, tmp_path, monkeypatch):
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    os.chown(folder, 1234, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    check_own_folder(link, is_roots_fine=False)
+    os.lchown(link, NOBODY, NOBODY)
+    with pytest.raises(PermissionError):
+        check_own_folder(link, is_roots_fine=False)
+
+
+@AS_ROOT
 def test_a_program_of_this_user_is_not_roots(folder):
     program = folder / "penstock"
     program.touch(0o755)
