@@ -12,7 +12,7 @@ from pathlib import Path
 from appliance.configuration import paths
 from appliance.configuration.settings import ServeConfig
 from engine.errors import ConfigError, refuse
-from engine.system.own_files import check_own_folder, check_own_way
+from engine.system.own_files import check_own_folder, check_own_way, why_not_writable
 
 _OTHERS = "choose others with --socket and --state-dir"
 
@@ -64,8 +64,8 @@ def check_directories(config: ServeConfig, environ: Mapping[str, str] = os.envir
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
             problem = f"{there} is not a folder" if there != folder else "it is not a folder"
-        elif not os.access(there, os.W_OK | os.X_OK):
-            problem = "nothing can be made in it" if there == folder else f"{there} takes no files"
+        elif why := why_not_writable(there):
+            problem = f"no file can be made in {'it' if there == folder else there}: {why}"
         else:
             continue
         wrong.append(ConfigError(problem, where=str(folder), hint=_OTHERS))

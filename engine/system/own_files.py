@@ -38,6 +38,13 @@ def check_own_folder(folder: Path, *, is_roots_fine: bool = True) -> None:
         _check_owner(folder, folder.stat(), {uid})
 
 
+def why_not_writable(folder: Path) -> str | None:
+    """Say why this user can make no file in a folder; None: one can be made."""
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return os.strerror(errno.EROFS)
+    return None if os.access(folder, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+
+
 def check_private_folder(folder: Path) -> None:
     """Refuse a folder that is a link, not this user's, or that other users can enter.
 

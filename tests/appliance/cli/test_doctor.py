@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sqlite3
@@ -374,3 +375,11 @@ def test_a_variable_that_sets_nothing_is_told(environ: dict[str, str]) -> None:
     found = findings({**environ, "PENSTOCK_KV_MEMROY": "2GiB"}, code=0)
     assert found["environment"]["verdict"] == "note"
     assert "is PENSTOCK_KV_MEMORY meant?" in found["environment"]["found"]
+
+
+def test_a_state_folder_on_a_read_only_file_system_is_found_with_that_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    found = checks._state_dir(tmp_path / "state")
+    assert (found.verdict, "Read-only file system" in found.found) == ("bad", True)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -663,6 +664,16 @@ def test_no_client_writes_to_the_socket_of_another_user_unasked(machine: Path) -
         with pytest.raises(ConfigError) as refused:
             paths.client_socket(environ)
     assert refused.value.where == str(path)
+
+
+def test_a_state_folder_on_a_read_only_file_system_is_told_with_that_cause(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = load({}, {"XDG_RUNTIME_DIR": str(machine / "run")})
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(SeveralWrong, match="Read-only file system") as refused:
+        check_directories(found, {"XDG_RUNTIME_DIR": str(machine / "run")})
+    assert str(found.state_dir) in {each.where for each in refused.value.errors}
 
 
 def test_folders_that_cannot_be_made_are_all_told_and_none_is_made(tmp_path: Path) -> None:
