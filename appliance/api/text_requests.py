@@ -131,7 +131,7 @@ async def answer(http: HttpRequest, endpoint: TextEndpoint) -> Response:
     try:
         encoder, asked, write, ignored = await turns.run(http, read)
     except RequestError as error:
-        raise endpoint.refusal(error) from error
+        raise endpoint.refusal(error) from error.__cause__  # it may be the same error
     work = asyncio.create_task(encoder.compute(peer.name, asked.token_ids, asked.num_unpooled))
     await asyncio.sleep(0)  # it is then in the queue, or refused
     if work.done():

@@ -103,6 +103,10 @@ class _ByteMark:
     """Bytes received minus bytes unread: it grows with any action of the client."""
 
 
+def _do_nothing() -> None:
+    """Close nothing: the connection is lost."""
+
+
 class _ReplyTransport(asyncio.Transport):
     """The transport as uvicorn's reply has it, which closes it at once after the last one."""
 
@@ -205,6 +209,14 @@ class ClientProtocol(H11Protocol):
         """Have the keeper close its copy, too."""
         super().connection_lost(exc)
         self._forget(is_lost=True)
+        self._drop_references()
+
+    def _drop_references(self) -> None:
+        """Drop what refers back here: collecting a burst's connections would stop the loop."""
+        self.app_state = {}
+        self._reply_transport.close = _do_nothing  # type: ignore[method-assign]
+        if isinstance(self.transport, ReplyTransport):
+            self.transport.when_forgotten = _do_nothing
 
     def _take_up(self, left: LeftReply) -> None:
         """Send what is unsent, and a dead daemon's request through the code that answers it."""

@@ -99,6 +99,12 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to the application, or refuse it."""
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            scope["state"].clear()  # it refers back to the connection, which is freed at once so
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         BUSY_LOOP.answers()
         origin = allowed_origin(scope, self.policy.cors_origins)
         if origin is not None:

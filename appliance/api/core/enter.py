@@ -115,7 +115,7 @@ async def enter_model(http: HttpRequest, endpoint: Endpoint) -> AsyncIterator[En
                 now_ns = time.monotonic_ns()
                 yield Entry(http, endpoint, body, journal, replayed, now_ns, turn)
         except RequestError as error:
-            raise endpoint.refusal(error) from error
+            raise endpoint.refusal(error) from error.__cause__  # it may be the same error
 
 
 async def _body(http: HttpRequest, replayed: Replayed) -> bytes:

@@ -153,7 +153,7 @@ class Inbox:
             self._waiter.set_result(None)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """What a client asked; one reply, one log row."""
 

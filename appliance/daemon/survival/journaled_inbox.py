@@ -6,6 +6,7 @@ Invariant: a replayed reply takes the dead daemon's batches first, in their orde
 from __future__ import annotations
 
 import asyncio
+import weakref
 
 import msgspec
 
@@ -30,7 +31,9 @@ class JournaledInbox(Inbox):
 
     def __init__(self, journal: Journal, request: Request) -> None:
         super().__init__()
-        self._journal, self._request = journal, request
+        self._journal = journal
+        # It has this inbox: two that refer to each other are freed by a garbage collection alone.
+        self._request = weakref.proxy(request)
         self._told: dict[int, bool] = {}
         """Sequences whose facts are recorded; true: those after the second token."""
         self._num_replayed = 0

@@ -201,12 +201,12 @@ class ReplyTransport(asyncio.Transport):
 
     Args:
         transport: asyncio's.
-        on_forgotten: called once the file is sent after close(), or has no room; leaves the file.
+        when_forgotten: called once the file is sent after close(), or has no room; leaves the file.
     """
 
-    def __init__(self, transport: asyncio.Transport, on_forgotten: Callable[[], None]) -> None:
+    def __init__(self, transport: asyncio.Transport, when_forgotten: Callable[[], None]) -> None:
         super().__init__()
-        self._transport, self._forget = transport, on_forgotten
+        self._transport, self.when_forgotten = transport, when_forgotten
         self.file: ReplyFile | None = None
         self._is_closing = False
         self.abort = transport.abort  # type: ignore[method-assign]
@@ -226,7 +226,7 @@ class ReplyTransport(asyncio.Transport):
             except NoRoom as error:
                 _log.warning("a reply ends with the daemon: %s", error.__cause__ or error)
                 rest = error.rest
-                self._forget()
+                self.when_forgotten()
             else:
                 return
         self._transport.write(rest)
@@ -241,7 +241,7 @@ class ReplyTransport(asyncio.Transport):
         if self.file is None:
             self._transport.close()
         else:
-            self.file.when_sent(self._forget)
+            self.file.when_sent(self.when_forgotten)
 
     def get_write_buffer_size(self) -> int:
         """Count the bytes that wait for the client."""

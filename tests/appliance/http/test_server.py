@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pwd
 import signal
@@ -11,8 +12,10 @@ import pytest
 
 from appliance.api.routes import build_app
 from appliance.daemon.survival import keeper_channel
+from appliance.http.connection import ClientProtocol
 from appliance.http.listeners import bind_socket
 from appliance.http.server import ApiServer
+from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import Served, serving
 from tests.tiny_tokenizers import byte_level
@@ -83,6 +86,40 @@ async def test_garbage_behind_an_open_stream_harms_only_its_own_connection(serve
     writer.close()
     await until(lambda: appliance.closed)
     assert (await served.complete()).status_code == 200
+
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+ENDINGS = {
+    "a text": ("/v1/completions", {"prompt": "hello", "max_tokens": 3}),
+    "a chat": ("/v1/chat/completions", CHAT),
+    "a stream": ("/v1/chat/completions", {**CHAT, "stream": True}),
+    "no path": ("/v1/lost", {}),
+    "no field": ("/v1/completions", {"prompt": []}),
+    "no grammar": ("/v1/completions", {"prompt": "a", "grammar": "root ::= a"}),
+    "no chat": ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), ENDINGS.values(), ids=ENDINGS)
+async def test_a_connection_is_freed_without_a_garbage_collection(served, path, body):
+    def left():
+        kinds = (ClientProtocol, RequestError)
+        return [each for each in gc.get_objects() if isinstance(each, kinds)]
+
+    await served.complete()
+    await served.http.aclose()
+    gc.collect()
+    gc.disable()
+    try:
+        reader, writer = await served.post(path, body)
+        await reader.read(1)
+        assert left()
+        writer.write_eof()
+        await reader.read()
+        writer.close()
+        await until(lambda: not left(), seconds=10.0)
+    finally:
+        gc.enable()
 
 
 async def test_one_connection_serves_many_requests(served, appliance):
