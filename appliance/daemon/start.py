@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -36,6 +35,7 @@ from appliance.daemon.models.model_in_service import ModelInService, end_model
 from appliance.daemon.models.residents import Residents
 from appliance.daemon.models.swapping import Swapping
 from appliance.daemon.process.disk_reads import read_in_thread
+from appliance.daemon.process.garbage import GarbageSearch
 from appliance.daemon.process.limits import raise_limit, share_interpreter, standing_threads
 from appliance.daemon.process.log_lines import Formatter, has_terminal, own_command
 from appliance.daemon.process.repeated_lines import RepeatedLines
@@ -127,7 +127,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
         daemon.say_counts = handler.say_counts
         daemon.last_end = os.environ.pop(ENDED_BY, "")
         daemon.is_under_nohup = is_under_nohup
-        gc.freeze()  # a collection would look at all modules, and stop the loop meanwhile
+        daemon.garbage = GarbageSearch()
         return asyncio.run(daemon.run(policy))
     finally:
         close_channel()
@@ -212,6 +212,7 @@ class _Daemon:
         self._stopped_by = ""
         self._has_terminal = has_terminal()
         self.say_counts: Callable[[], None] = lambda: None
+        self.garbage: GarbageSearch | None = None
         """Writes how often lines of one kind have repeated, if that is due."""
         self.is_under_nohup = False
         self.last_end = ""
@@ -570,6 +571,8 @@ class _Daemon:
             else:
                 notify_watchdog()
                 BUSY_LOOP.watched()
+            if self.garbage is not None:
+                self.garbage.look(is_idle=self._service.is_quiet)
 
     def _announce(self) -> None:
         """Say what is served, where and how, in the words an operator needs."""
