@@ -13,6 +13,7 @@ import fcntl
 import ipaddress
 import logging
 import os
+import resource
 import socket
 import stat
 import time
@@ -36,8 +37,9 @@ ACCEPTS_PER_TURN, BEGINS_PER_TURN = 64, 8
 """Maximum per turn of the loop; a flood must leave time for open connections.
 
 To accept one takes 10 us, to begin one 300."""
-MAX_ACCEPTED = 1024
-"""Accepted connections that have not begun; more wait in the kernel."""
+MAX_ACCEPTED, FILES_PER_ACCEPTED = 1024, 16
+"""Accepted connections that have not begun, and open files allowed for each; more wait in the
+kernel."""
 _READS = b"GET "
 ACCEPT_PAUSE_S = 1.0
 FIRST_INHERITED_FD = 3
@@ -292,6 +294,8 @@ class Acceptor:
         self._silent, self._heard = deque[socket.socket](), deque[socket.socket]()
         """Accepted connections from which nothing, or more than a GET, has come."""
         self._beginning: asyncio.Handle | None = None
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = min(MAX_ACCEPTED, max(allowed // FILES_PER_ACCEPTED, BEGINS_PER_TURN))
         self._listen()
 
     def close(self) -> None:
@@ -307,7 +311,8 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(min(ACCEPTS_PER_TURN, MAX_ACCEPTED - len(self._silent) - len(self._heard))):
+        room = self._most - len(self._silent) - len(self._heard)
+        for _ in range(min(ACCEPTS_PER_TURN, room)):
             try:
                 connection, _address = self._listener.accept()
             except (BlockingIOError, InterruptedError):
@@ -336,7 +341,7 @@ class Acceptor:
         self._beginning = self._loop.call_soon(self._begin_some) if is_rest else None
 
     def _listen_in(self) -> None:
-        """Begin those whose first bytes are of a GET; the others have to wait for their turn."""
+        """Begin each silent connection that sends a GET now; queue it if it sends anything else."""
         for _ in range(len(self._silent)):
             connection = self._silent.popleft()
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
@@ -23,6 +24,7 @@ from appliance.http.listeners import (
     open_listeners,
 )
 from engine.errors import ConfigError, PenstockError
+from tests.worlds.daemon_parts import until
 
 
 @pytest.fixture(params=[0o000, 0o077])
@@ -229,3 +231,50 @@ async def test_on_tcp_a_short_reply_does_not_wait_for_an_acknowledgement():
         acceptor.close()
     with connection:
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def connected(path, num, data):
+    clients = []
+    for _ in range(num):
+        clients.append(socket.socket(socket.AF_UNIX))
+        clients[-1].connect(str(path))
+        clients[-1].sendall(data)
+    return clients
+
+
+@pytest.fixture
+async def begun(tmp_path):
+    """An acceptor before its first turn, and what has begun, by its first byte."""
+    listener, begun = bind_socket(tmp_path / "s"), []
+
+    def begin(connection):
+        with contextlib.suppress(BlockingIOError):
+            begun.append(connection.recv(1))
+        connection.close()
+
+    acceptor = Acceptor(listener, begin, lambda: None)
+    yield tmp_path / "s", begun, acceptor
+    acceptor.close()
+    listener.close()
+
+
+async def test_a_connection_that_reads_begins_before_those_that_came_first(begun):
+    path, found, _acceptor = begun
+    clients = connected(path, 50, b"POST") + connected(path, 1, b"GET ")
+    await until(lambda: len(found) == 51)
+    assert found.index(b"G") == 0
+    for each in clients:
+        each.close()
+
+
+async def test_silent_connections_begin_too_and_all_that_are_accepted_when_it_closes(begun):
+    path, found, acceptor = begun
+    silent, loud = connected(path, 3, b""), connected(path, 40, b"POST")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert 0 < len(found) < 40
+    acceptor.close()
+    assert found == [b"P"] * 40
+    assert [each.recv(1) for each in silent] == [b""] * 3  # begun, and closed as nothing had come
+    for each in silent + loud:
+        each.close()

@@ -102,14 +102,19 @@ ENDINGS = {
 
 @pytest.mark.parametrize(("path", "body"), ENDINGS.values(), ids=ENDINGS)
 async def test_a_connection_is_freed_without_a_garbage_collection(served, path, body):
-    def left():
+    def existing():
         kinds = (ClientProtocol, RequestError)
         return [each for each in gc.get_objects() if isinstance(each, kinds)]
+
+    def left():
+        return [each for each in existing() if id(each) not in before]
 
     await served.complete()
     await served.http.aclose()
     gc.collect()
     gc.disable()
+    kept = existing()  # by other tests
+    before = set(map(id, kept))
     try:
         reader, writer = await served.post(path, body)
         await reader.read(1)
