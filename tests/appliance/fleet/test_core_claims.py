@@ -79,3 +79,11 @@ def test_foreign_files_and_a_folder_that_cannot_be_made_stop_no_start(tmp_path, 
     (tmp_path / "file").touch()
     (said,) = CoreNote(tmp_path / "s", {"XDG_RUNTIME_DIR": str(tmp_path / "file")}).claim({0})
     assert "Not a directory" in said
+
+
+def test_no_claim_is_made_or_believed_in_a_folder_that_others_can_write_to(tmp_path, note, environ):
+    note("first", {0})
+    (tmp_path / "penstock" / FOLDER).chmod(0o777)
+    (said,) = note("second", {0})[0]
+    assert "other users can write" in said
+    assert list(shared_cores({0}, None, environ)) == []

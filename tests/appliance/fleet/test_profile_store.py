@@ -133,6 +133,13 @@ def test_a_link_in_its_place_is_not_followed(tmp_path):
     assert (tmp_path / "elsewhere").read_text() == "precious"
 
 
+def test_a_file_that_others_can_write_to_is_not_used(tmp_path):
+    store = ProfileStore(tmp_path)
+    store.save(SCOPE, {KEY: [1.0]})
+    store.path.chmod(0o666)
+    assert not store.load(SCOPE).facts
+
+
 CPUINFO = """processor\t: 0
 model name\t: A CPU @ 3 GHz
 model\t\t: 2

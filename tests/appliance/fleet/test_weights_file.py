@@ -86,14 +86,16 @@ def test_a_file_of_another_version_or_size_is_written_again(opened, monkeypatch)
     assert not opened().is_whole
 
 
-@pytest.mark.parametrize("kind", ["link", "open"])
-def test_a_file_that_others_could_have_made_is_refused(opened, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["link", "open", "readable", "folder"])
+def test_a_file_that_others_could_have_made_or_read_is_refused(opened, tmp_path, kind):
     path = written(opened).path
     if kind == "link":
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "folder":
+        path.parent.chmod(0o755)
     else:
-        path.chmod(0o666)
+        path.chmod(0o666 if kind == "open" else 0o640)
     with pytest.raises(OSError, match=r".+"):
         opened()
 

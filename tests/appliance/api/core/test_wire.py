@@ -6,7 +6,7 @@ import pytest
 from starlette.requests import Request
 
 from appliance.api.core.dialects import Dialect, dialect_of, error_body
-from appliance.api.core.wire import Arrival, arrival_of, client_request_id
+from appliance.api.core.wire import Arrival, arrival_of, client_request_id, ignored_header
 from appliance.daemon.requests.request import Peer
 from appliance.daemon.survival.journal import anew
 from engine.errors import RequestError, Unavailable
@@ -74,3 +74,11 @@ def test_an_error_is_said_in_each_apis_words():
     assert error_body(Dialect.OPENAI, error)["error"]["param"] == "p"
     busy = error_body(Dialect.ANTHROPIC, Unavailable("later", code="busy"))
     assert busy["error"]["type"] == "overloaded_error"
+
+
+def test_ignored_fields_are_named_in_a_header_that_no_name_can_end_or_fill():
+    names = ["seed\r\nset-cookie: a", "é", "", "x" * 500, *map(str, range(100))]
+    (value,) = ignored_header(names).values()
+    assert value.startswith(f"seedset-cookiea, {'x' * 64}, 0, 1, ")
+    assert len(value.split(", ")) <= 20
+    assert ignored_header([]) == {}

@@ -174,3 +174,27 @@ async def test_a_models_files_have_changed_once_one_is_touched_or_missing(tmp_pa
     assert not await swapping._has_changed("b")
     file.unlink()
     assert await swapping._has_changed("b")
+
+
+async def test_of_a_folder_that_hangs_nothing_has_changed_and_one_thread_compares_its_files(
+    tmp_path, monkeypatch
+):
+    for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.1)):
+        monkeypatch.setattr(disk_reads, name, value)
+    a, service, _ = two_models(tmp_path)
+    swapping = swapping_of(a, service)
+    await swapping._prepare("b")
+    answers, ended, readers = threading.Event(), threading.Event(), []
+
+    def hang(model):
+        readers.append(model)
+        answers.wait()
+        ended.set()
+
+    monkeypatch.setattr(swapping_module, "files_stamp", hang)
+    try:
+        said = [await swapping._has_changed("b") for _ in range(2)]
+    finally:
+        answers.set()
+        await asyncio.to_thread(ended.wait, 60)
+    assert (said, len(readers)) == ([False, False], 1)
