@@ -99,10 +99,11 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to the application, or refuse it."""
+        state = scope["state"]
         try:
             await self._answer(scope, receive, send)
         finally:
-            scope["state"].clear()  # it refers back to the connection, which is freed at once so
+            state.clear()  # it refers back to the connection, which is freed at once so
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         BUSY_LOOP.answers()

@@ -31,7 +31,8 @@ def respond(reply: Reply) -> Reply | Response:
     form = reply.form
     if not (reply.ask.is_background and isinstance(form, ResponseShape)):
         return reply
-    told = form.begun()
+    told, scope = form.begun(), reply.http.scope
+    scope["state"] = dict(scope["state"])  # the connection's ends with its answer
     task = asyncio.get_running_loop().create_task(_write(reply, form))
     _RUNNING.add(task)
     task.add_done_callback(_RUNNING.discard)
