@@ -193,6 +193,10 @@ CallReader = Callable[[TextReading, int], Step[int | None]]
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 """How a call begins if it says its name first; any other is read when it is complete."""
+MAX_HEAD_CHARS = 1024
+"""Longer beginnings are not looked for: one that never ends would be matched for each token."""
+MAX_DEPTH = 64
+"""Maximum nesting of a value that is read by parts; what is deeper becomes a text."""
 
 
 class _Call(msgspec.Struct):
@@ -207,8 +211,10 @@ def read_json(reading: TextReading, at: int, *, also: str = "") -> Step[int | No
     if reading.text[at : at + 1] != "{":
         return at
     scanner = ObjectScanner()
+    is_new = True
     while True:
-        head = _HEAD.match(reading.text, at)
+        head = _HEAD.match(reading.text, at, at + MAX_HEAD_CHARS) if is_new else None
+        is_new = len(reading.text) - at < MAX_HEAD_CHARS
         if head and head[1] in reading.schemas:
             reading.begin_call(head[1], head.end())
             if (yield from reading.pass_object(reading.argue)):
@@ -373,15 +379,16 @@ def read_gemma(reading: TextReading, at: int, *, quote: str) -> Step[int | None]
     return None
 
 
-def _gemma_value(reading: TextReading, quote: str) -> Step[bool]:
+def _gemma_value(reading: TextReading, quote: str, depth: int = 0) -> Step[bool]:
     """Read one value; false if the text ends in it."""
     reading.consume((yield from reading.skip_space(0)))
     if (yield from reading.starts(0, quote)):
         reading.consume(len(quote))
         return (yield from _gemma_text(reading, quote))
     first = reading.text[:1]
-    if first in ("{", "["):
-        return (yield from _gemma_members(reading, quote, "}" if first == "{" else "]"))
+    if first in ("{", "[") and depth < MAX_DEPTH:
+        closer = "}" if first == "{" else "]"
+        return (yield from _gemma_members(reading, quote, closer, depth + 1))
     pieces: list[str] = []
     is_whole = (yield from reading.pass_until((",", "}", "]"), pieces.append)) is not None
     if is_whole:
@@ -399,7 +406,7 @@ def _gemma_text(reading: TextReading, quote: str) -> Step[bool]:
     return True
 
 
-def _gemma_members(reading: TextReading, quote: str, closer: str) -> Step[bool]:
+def _gemma_members(reading: TextReading, quote: str, closer: str, depth: int) -> Step[bool]:
     """Read the entries of an object or a list, up to its end."""
     reading.argue(reading.consume(1))
     separator = ""
@@ -419,5 +426,5 @@ def _gemma_members(reading: TextReading, quote: str, closer: str) -> Step[bool]:
                 return False
             reading.consume(1)
             reading.argue(f"{quoted(''.join(key).replace(quote, '').strip())}: ")
-        if not (yield from _gemma_value(reading, quote)):
+        if not (yield from _gemma_value(reading, quote, depth)):
             return False

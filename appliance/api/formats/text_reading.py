@@ -121,8 +121,9 @@ class TextReading:
         """Find the first character that is no space; the text's length if there is no such one."""
         while True:
             rest = self.text[at:].lstrip(" \t\r\n" + also)
+            at = len(self.text) - len(rest)  # space that was seen is not looked at again
             if rest or not (yield from self.more()):
-                return len(self.text) - len(rest)
+                return at
 
     def starts(self, at: int, *literals: str) -> Step[str | None]:
         """Find which of these begins there, the longest if several do; None if no one does."""

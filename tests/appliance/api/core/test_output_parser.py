@@ -51,6 +51,23 @@ def parsed(name: str, pieces: list[str], is_parallel: bool = True):
     return read(parser, pieces)[:2]
 
 
+@pytest.mark.parametrize("opened", ["[", "{b:"])
+@pytest.mark.parametrize("name", ["gemma", "functiongemma"])
+def test_a_value_that_is_nested_deeply_is_read_to_its_end(name, opened):
+    begin = "<|tool_call>call:f{a:" if name == "gemma" else "<start_function_call>call:f{a:"
+    text = begin + opened * 3000 + ("]" if opened == "[" else "}") * 3000 + "}"
+    for pieces in ([text], list(text)):
+        _content, [[called, arguments]] = parsed(name, pieces)
+        assert called == "f"
+        assert "a" in json.loads(arguments)
+
+
+def test_a_call_whose_name_comes_late_is_read_when_it_is_whole():
+    call = '{"name":' + " " * 2000 + '"f", "arguments": {}}'
+    for pieces in ([call], list(call)):
+        assert parsed("hermes", ["<tool_call>", *pieces, "</tool_call>"]) == ("", [["f", "{}"]])
+
+
 HERMES = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
 
 QWEN = (
