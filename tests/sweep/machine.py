@@ -389,6 +389,7 @@ class Machine:
             known = max(one.num_prompt_tokens, one.num_tokens - 1)
             num_left, worker = known - one.num_computed_tokens, one.worker
             is_let = worker in prefills or one.spares_streams_at == worker
+            is_let |= one.is_on_probation  # workers died with it: no other one is risked
             is_let |= num_left <= MIN_CHUNK_TOKENS or one.num_failed_copies >= MAX_FAILED_COPIES
             if not is_let and any(s.worker == worker and s.output_token_ids for s in running):
                 about = f"{num_left} prompt tokens came to the streams"
