@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,6 +294,25 @@ def test_a_gguf_file_comes_by_its_quantisation(
     row = next(r for r in json.loads(listed)["data"] if r["name"].startswith("owner/gguf"))
     assert row["name"].endswith(":m-Q8_0.gguf")
     assert row["problem"] == "not a GGUF file"  # these bytes are none
+
+
+def test_a_folder_for_models_on_a_read_only_disk_is_named_before_anything_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from appliance.hub import download
+    from appliance.hub.hub_http import RemoteFile
+    from appliance.hub.hub_http import Repository as Listed
+    from appliance.hub.names import HubName
+    from engine.errors import ConfigError
+
+    files = {name: RemoteFile(name, 99, None, name) for name in ("config.json", WEIGHTS)}
+    listed = Listed(HubName("owner/name"), "c" * 40, files)
+    monkeypatch.setattr(download, "look_up", lambda name: listed)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    root = Path("/sys/penstock")  # where root makes no folder either
+    with pytest.raises(ConfigError, match="/sys: Read-only file system") as error:
+        download.pull(HubName("owner/name"), root, lambda each: None)
+    assert error.value.where == str(root)
 
 
 def test_room_on_the_disk_is_looked_at_first(
