@@ -305,7 +305,8 @@ def test_a_folder_for_models_on_a_read_only_disk_is_named_before_anything_comes(
     from appliance.hub.names import HubName
     from engine.errors import ConfigError
 
-    files = {name: RemoteFile(name, 99, None, name) for name in ("config.json", WEIGHTS)}
+    names = ("config.json", "tokenizer.json", WEIGHTS)
+    files = {name: RemoteFile(name, 99, None, name) for name in names}
     listed = Listed(HubName("owner/name"), "c" * 40, files)
     monkeypatch.setattr(download, "look_up", lambda name: listed)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
