@@ -212,8 +212,8 @@ class _Daemon:
         self._stopped_by = ""
         self._has_terminal = has_terminal()
         self.say_counts: Callable[[], None] = lambda: None
-        self.garbage: GarbageSearch | None = None
         """Writes how often lines of one kind have repeated, if that is due."""
+        self.garbage: GarbageSearch | None = None
         self.is_under_nohup = False
         self.last_end = ""
         """How the daemon before ended, as the keeper says: a signal, or `restart`."""

@@ -13,7 +13,6 @@ import fcntl
 import ipaddress
 import logging
 import os
-import resource
 import socket
 import stat
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from appliance.configuration.paths import TEMPORARY_DIR, check_private, own_temporary_dir
+from appliance.daemon.process.limits import descriptors_for
 from appliance.daemon.survival.keeper_channel import POOL, REPLY, count_kept, notify
 from appliance.daemon.survival.kept_pools import KeptPools
 from engine.errors import AlreadyRunning, ConfigError, PenstockError
@@ -37,9 +37,8 @@ ACCEPTS_PER_TURN, BEGINS_PER_TURN = 64, 8
 """Maximum per turn of the loop; a flood must leave time for open connections.
 
 To accept one takes 10 us, to begin one 300."""
-MAX_ACCEPTED, FILES_PER_ACCEPTED = 1024, 16
-"""Accepted connections that have not begun, and open files allowed for each; more wait in the
-kernel."""
+MAX_ACCEPTED = 1024
+"""Maximum accepted connections that have not begun; more wait in the kernel."""
 _READS = b"GET "
 ACCEPT_PAUSE_S = 1.0
 FIRST_INHERITED_FD = 3
@@ -294,8 +293,7 @@ class Acceptor:
         self._silent, self._heard = deque[socket.socket](), deque[socket.socket]()
         """Accepted connections from which nothing, or more than a GET, has come."""
         self._beginning: asyncio.Handle | None = None
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = min(MAX_ACCEPTED, max(allowed // FILES_PER_ACCEPTED, BEGINS_PER_TURN))
+        self._most = descriptors_for(MAX_ACCEPTED, least=BEGINS_PER_TURN)
         self._listen()
 
     def close(self) -> None:

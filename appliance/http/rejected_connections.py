@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import resource
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from appliance.api.core.wire import error_object
-from appliance.daemon.process.limits import too_few_files
+from appliance.daemon.process.limits import descriptors_for, too_few_files
 from engine.errors import Unavailable
 
 LINGER_S = 5.0
@@ -26,8 +25,6 @@ LINGER_S = 5.0
 """
 MAX_LINGERING = 256
 """Maximum rejected sockets kept open; above it the oldest is closed."""
-FILES_PER_LINGERING = 16
-"""Open files allowed for each of them: they may not use up a low limit."""
 TELL_EVERY_S = 10.0
 RETRY_AFTER_MS = 1000
 _READ_BYTES = 1 << 16
@@ -77,8 +74,7 @@ class RejectedConnections:
         except OSError:  # it is gone
             connection.close()
             return
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if len(self._lingering) >= min(MAX_LINGERING, max(allowed // FILES_PER_LINGERING, 1)):
+        if len(self._lingering) >= descriptors_for(MAX_LINGERING, least=1):
             self._close(next(iter(self._lingering)))
         self._lingering[connection] = self._loop.time() + LINGER_S
         self._loop.add_reader(connection, self._read, connection)

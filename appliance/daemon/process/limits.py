@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 NUM_APART = 128
 """Descriptors for all that is no connection: log, workers, pools, /proc, replies on their way."""
+FILES_PER_SOCKET = 16
+"""The open files that are allowed for each socket of a pile."""
 
 
 def raise_limit(wanted: int) -> str | None:
@@ -65,6 +67,12 @@ def max_connections(wanted: int, limit: int | None = None) -> int:
     """
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     return max(min(wanted, allowed - NUM_APART), 1)
+
+
+def descriptors_for(most: int, *, least: int) -> int:
+    """Return how many descriptors one use may take: a sixteenth of all, if that is less."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(most, max(allowed // FILES_PER_SOCKET, least))
 
 
 def too_few_files(wanted: int) -> str | None:
