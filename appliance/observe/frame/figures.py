@@ -103,9 +103,11 @@ def millis(value_ms: float | None) -> str:
 
 
 def duration(value_ms: float | None) -> str:
-    """Format milliseconds with a unit: `0.412ms`, `9.1ms`, `231ms`, `4.2s`, `3m05s`, `2h04m`."""
+    """Format milliseconds with a unit: `11us`, `0.412ms`, `9.1ms`, `231ms`, `4.2s`, `2h04m`."""
     if value_ms is None:
         return ABSENT
+    if 0 < abs(value_ms) < 0.1:
+        return f"{value_ms * 1000:.0f}us"
     if abs(value_ms) < 99.95:
         return f"{value_ms:.3g}ms"
     return f"{value_ms:.0f}ms" if abs(value_ms) < 999.5 else seconds(value_ms / 1000)
