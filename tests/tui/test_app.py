@@ -331,5 +331,6 @@ async def test_graphs_begin_with_what_the_daemon_recorded_before(socket_path, tm
             if recording == "whole":
                 await until(pilot, lambda: len(console.view.history.queued) == 33)
                 assert console.view.history.queued.count(None) == 2
-            await pilot.pause(0.1)
-            assert "LIVE" in header_of(console)
+            daemon.send(frame_at(33))
+            await until(pilot, lambda: "up 33.0s" in header_of(console))
+            await until(pilot, lambda: "LIVE" in header_of(console))
