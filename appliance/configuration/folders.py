@@ -12,7 +12,7 @@ from pathlib import Path
 from appliance.configuration import paths
 from appliance.configuration.settings import ServeConfig
 from engine.errors import ConfigError, refuse
-from engine.system.own_files import check_own_folder, check_own_way, why_not_writable
+from engine.system.own_files import check_own_folder, check_own_way, existing_part, why_not_writable
 
 _OTHERS = "choose others with --socket and --state-dir"
 
@@ -61,7 +61,7 @@ def check_directories(config: ServeConfig, environ: Mapping[str, str] = os.envir
         wrong.append(ConfigError("there is no such folder", where=str(run_dir), hint=hint))
         folders.remove(run_dir)
     for folder in folders:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
+        there = existing_part(folder)
         if not there.is_dir():
             problem = f"{there} is not a folder" if there != folder else "it is not a folder"
         elif why := why_not_writable(there):
@@ -81,7 +81,7 @@ def _open_to_others(config: ServeConfig) -> Iterator[ConfigError]:
     except OSError as error:
         yield ConfigError(str(error.strerror), where=str(config.state_dir), hint=_OTHERS)
     run_dir = config.socket.parent
-    there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    there = existing_part(run_dir)
     try:
         if there.is_dir():
             check_own_way(there / config.socket.name)

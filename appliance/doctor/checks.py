@@ -47,7 +47,7 @@ from engine.checkpoint.gguf import find_gguf
 from engine.errors import ConfigError, PenstockError
 from engine.kernels.cpu import has_kernels, load_kernels
 from engine.kernels.product_choice import products_here
-from engine.system.own_files import why_not_writable
+from engine.system.own_files import existing_part, why_not_writable
 from engine.text.read_models import read_checkpoint, read_tokenizer
 from engine.text.reading import READER
 from engine.text.tokenizer_fit import misfits
@@ -371,7 +371,7 @@ def _tokenizer(checkpoint: Checkpoint | None) -> Iterator[Finding]:
 
 
 def _state_dir(folder: Path) -> Finding:
-    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    parent = existing_part(folder)
     why = why_not_writable(parent) if parent.is_dir() else "it is not a folder"
     if why is not None:
         hint = "choose another with --state-dir, or let the daemon's user write there"

@@ -40,7 +40,7 @@ from engine.scheduler.offload.slab_files import RESERVE_BYTES, Reclaimed, Slabs,
 from engine.scheduler.offload.staged_disk import StagedDisk
 from engine.scheduler.offload.tier import Tier
 from engine.scheduler.router import Router
-from engine.system.own_files import check_own_folder
+from engine.system.own_files import check_own_folder, existing_part
 from engine.units import size_text
 
 
@@ -129,7 +129,7 @@ def allowance(folder: Path, asked: int | str) -> SsdAllowance | str:
     """
     if asked == "off":
         return "switched off by ssd_cache"
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = existing_part(folder)
     if (problem := _problem(folder, there)) is not None:
         return problem
     disk, held_bytes = shutil.disk_usage(there), slab_bytes(folder)

@@ -27,7 +27,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import PanelsLayout, WeightsLayout
 from engine.errors import ConfigError, PenstockError
 from engine.scheduler.offload.files import WEIGHTS_FOLDER, BusyError
-from engine.system.own_files import check_private_folder, open_own, sync_folder
+from engine.system.own_files import check_private_folder, existing_part, open_own, sync_folder
 from engine.units import size_text
 
 log = logging.getLogger("penstock")
@@ -80,7 +80,7 @@ def check_room(folder: Path, identity: bytes, num_bytes: int) -> None:
     path = _path(folder, identity)
     if path.exists() and path.stat().st_size == _file_bytes(num_bytes):
         return
-    there = next(each for each in (folder, *folder.parents) if each.exists())
+    there = existing_part(folder)
     if _kind_of_disk(there) in _IN_MEMORY:
         what = f"weights go to a disk, and {there} is in memory"
         raise ConfigError(what, where="offload_weights", hint=HINT)

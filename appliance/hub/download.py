@@ -50,7 +50,7 @@ from appliance.hub.hub_http import RemoteFile, Repository, small_files, weight_f
 from appliance.hub.names import HubName, a_model
 from engine.checkpoint.model_file import open_model_file
 from engine.errors import ConfigError, PenstockError
-from engine.system.own_files import open_file, why_not_writable
+from engine.system.own_files import existing_part, open_file, why_not_writable
 from engine.text.read_models import read_any_config
 from engine.units import size_text
 
@@ -382,7 +382,7 @@ def pull(name: HubName, root: Path, on_progress: OnProgress) -> Path:
 
 def _check_room(root: Path, repository: Repository, files: Sequence[RemoteFile]) -> None:
     needed = sum(left_bytes(repository, file, root) for file in files)
-    there = next(path for path in (root, *root.parents) if path.exists())
+    there = existing_part(root)
     if why := why_not_writable(there):
         hint = "name another folder for models by HF_HOME"
         raise ConfigError(f"no file can be made in {there}: {why}", where=str(root), hint=hint)

@@ -38,6 +38,11 @@ def check_own_folder(folder: Path, *, is_roots_fine: bool = True) -> None:
         _check_owner(folder, folder.stat(), {uid})
 
 
+def existing_part(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it if it does not exist yet."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
 def why_not_writable(folder: Path) -> str | None:
     """Say why this user can make no file in a folder; None: one can be made."""
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
