@@ -186,3 +186,18 @@ async def test_a_chat_in_the_browser(served, tmp_path):
             await ask(tab, "x" * 3000)
             assert await tab.run("document.documentElement.scrollWidth <= innerWidth")
         assert tab.problems == []
+
+
+async def test_figures_of_another_version_are_told_and_the_page_goes_on(served, tmp_path):
+    server, client, key = served
+    appliance = server._app.state.appliance
+    whole = json.loads(appliance.frame_json())
+    async with browser(tmp_path / "browser") as tab:
+        await tab.open(f"{client.base_url}")
+        await tab.run(f"(at('key').value = {json.dumps(key)}, at('key-form').requestSubmit())")
+        for wrong in ({"alerts": None}, {"queue": None}, {"requests": [None]}):
+            appliance.frame_json = lambda wrong=wrong: json.dumps(whole | wrong).encode()
+            await tab.until("at('state').textContent.includes('reload the page')")
+            del appliance.frame_json
+            await tab.until("at('state').className === 'good'")
+        assert tab.problems == []
