@@ -2,8 +2,8 @@
 
 Invariant: an accepted request gets one row; only the writer thread uses the connection once the run
 has started; lost rows and frames are counted in `rows_lost` and `frames_lost`; a file that was
-deleted is made again with the next row; a damaged one is kept under another name, and a new one
-made.
+deleted is made again with the next row; one that stays damaged is kept under another name, and a
+new one made.
 Never: blocks the caller of record(), event() or frame(); changes an existing row, except to
 complete its energy; stores prompt text unless asked to; ends the daemon because a disk is full.
 """
@@ -70,6 +70,9 @@ COMMIT_FRAMES = 5
 """Frames per transaction; a row or an event takes waiting frames along."""
 COMMIT_INTERVAL_S = 0.25
 RETRY_INTERVAL_S = 1.0
+DAMAGED_WRITES, DAMAGED_PRUNES = 30, 2
+"""How many in a row find the file damaged before it is set aside: to SQLite a disk that cannot be
+read for a while looks alike."""
 
 _Query = TypeVar("_Query")
 _Found = TypeVar("_Found")
@@ -113,6 +116,9 @@ class RequestLog:
         self._failing = ""
         """Why the file cannot be written; empty: it can."""
         self._num_unwritten = 0
+        self._num_damaged_writes = self._num_damaged_prunes = 0
+        self._is_doubted = False
+        """Whether the file is opened anew, because what was read of it is damaged."""
         self._limits = limits or RetentionLimits()
         self._upkeep = Upkeep(self._limits)
         self.said: deque[EventFrame] = deque(maxlen=MAX_FRAME_EVENTS)
@@ -429,8 +435,10 @@ class RequestLog:
         except (*SQLITE_ERRORS, PenstockError) as error:
             self._recorder.reset()  # its template may have gone with the transaction
             self._say_failing(error)
-            self._leave_damaged(error)
+            so_far = self._num_damaged_writes
+            self._num_damaged_writes = self._leave_damaged(error, so_far, DAMAGED_WRITES)
             return False
+        self._num_damaged_writes = 0
         if self._failing:
             lost = (self._rows_lost, self._frames_lost)
             _LOG.warning("%s: writing again; lost so far: %d rows, %d frames", self.path, *lost)
@@ -458,12 +466,15 @@ class RequestLog:
     def _follow_file(self) -> None:
         """Reopen the file at the path, where readers look, or make a new one."""
         there = file_id(self.path)
-        if there is not None and there == self._file_id:
+        is_same = there is not None and there == self._file_id
+        if is_same and not self._is_doubted:
+            return
+        abandon(self._connection)
+        self._connection, self._is_doubted = open_log(self.path), False
+        if is_same:
             return
         self._upkeep.reset()
         self._recorder.reset()
-        abandon(self._connection)
-        self._connection = open_log(self.path)
         if self._run_id:
             self._run_id = insert_run(self._connection, self._run)
         else:
@@ -473,19 +484,32 @@ class RequestLog:
             self._say("warning", "log.replaced", about)
         self._file_id = file_id(self.path)
 
-    def _leave_damaged(self, error: Exception) -> None:
-        """Set a damaged file aside; the next row makes a new one."""
+    def _leave_damaged(self, error: Exception, num_found: int, most: int) -> int:
+        """Set a file aside that enough tries in a row find damaged; the next row makes a new one.
+
+        Args:
+            num_found: the tries in a row that have found it so before.
+            most: the tries after which it is set aside.
+
+        Returns:
+            the tries that have now.
+        """
         if isinstance(error, SQLITE_ERRORS):
             error = write_error("cannot write", error, self.path)
         if not isinstance(error, DamagedLog):
-            return
+            return 0
+        if num_found + 1 < most:
+            self._is_doubted = True
+            return num_found + 1
         abandon(self._connection)
+        is_new, self._file_id = self._file_id is not None, None
         try:
             self._set_aside(error)
         except FileError as refused:
-            if self._file_id is not None:  # once: it is tried with each row
+            if is_new:  # once: it is tried with each row
                 _LOG.error("%s", refused)
-        self._file_id = None
+            return most
+        return 0
 
     def _set_aside(self, damage: DamagedLog) -> None:
         """Rename a damaged file that is not open here, and report it.
@@ -510,10 +534,12 @@ class RequestLog:
         except SQLITE_ERRORS as error:
             _LOG.warning("%s: not pruned, will try again in an hour: %s", self.path, error)
             if file_id(self.path) == self._file_id:
-                self._leave_damaged(error)
+                so_far = self._num_damaged_prunes
+                self._num_damaged_prunes = self._leave_damaged(error, so_far, DAMAGED_PRUNES)
             return
         if pruned is None:
             return
+        self._num_damaged_prunes = 0
         if self._limits.keep_days is not None:
             remove_backups(self.path, time.time() - self._limits.keep_days * 86_400)
         if pruned.requests or pruned.events:  # frames go every hour

@@ -7,7 +7,8 @@ import json
 import os
 import sqlite3
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,10 +20,12 @@ from appliance.observe.log import writer
 from appliance.observe.log.log_file import damaged_logs, open_log, remove_backups, set_aside
 from appliance.observe.log.query import RowQuery
 from appliance.observe.log.reader import DamagedLog, read_row, read_rows
+from appliance.observe.log.retention import RetentionLimits
 from appliance.observe.log.writer import RequestLog
 from engine.errors import ConfigError, PenstockError
 from migrations.request_log import migration
 from tests.appliance.logs import query, rids, row, start, write
+from tests.waiting import wait_until
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 SCHEMA = FIXTURES / "request-log-schema.json"
@@ -289,6 +292,48 @@ def test_a_log_whose_schema_changes_under_the_daemon_is_set_aside(
     assert log.flush(60)
     assert rids(log.rows(RowQuery())) == ["new"]
     assert len(damaged_logs(path)) == 1
+    assert log.close()
+
+
+@contextmanager
+def unreadable(path: Path, table: str) -> Iterator[None]:
+    """Let SQLite find a table's first page damaged, as on a disk that does not read."""
+    ((root,),) = query(path, f"SELECT rootpage FROM sqlite_master WHERE name = '{table}'")
+    with path.open("r+b", buffering=0) as file:
+        file.seek((root - 1) * 4096)
+        page = file.read(4096)
+        os.pwrite(file.fileno(), b"\xa5" * 4096, (root - 1) * 4096)
+        yield
+        os.pwrite(file.fileno(), page, (root - 1) * 4096)
+
+
+def test_a_log_that_cannot_be_read_for_a_while_stays_in_its_place(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(writer, "DAMAGED_WRITES", 10_000, raising=False)
+    write(path, row("old"))
+    with unreadable(path, "requests"):
+        log = start(path)
+        log.record(row("new"))
+        wait_until(lambda: log.unwritten is not None)
+    assert log.flush(60)
+    assert damaged_logs(path) == []
+    assert rids(log.rows(RowQuery())) == ["new", "old"]
+    assert log.close()
+
+
+def test_a_log_that_cannot_be_read_when_it_is_pruned_stays_in_its_place(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(path, row("old", received_at="2026-01-01T12:00:00.000Z"))
+    with unreadable(path, "requests"):
+        log = start(path, RetentionLimits(keep_days=30))
+        wait_until(lambda: "not pruned" in caplog.text)
+    log.record(row("new"))
+    assert log.flush(60)
+    assert damaged_logs(path) == []
+    assert rids(log.rows(RowQuery())) == ["new", "old"]
     assert log.close()
 
 
