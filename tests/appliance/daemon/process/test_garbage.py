@@ -48,3 +48,21 @@ def test_python_searches_what_is_new_alone(now_s):
         kept = [[each] for each in range(1000)]
     assert kept
     assert gc.get_stats()[2]["collections"] == num_full
+
+
+def test_the_next_search_waits_for_a_pause_of_its_own(now_s):
+    search = GarbageSearch()
+    now_s[0] = IDLE_S
+    search.look(is_idle=True)
+    num_full = gc.get_stats()[2]["collections"]
+    now_s[0] += IDLE_S - 1
+    search.look(is_idle=True)
+    assert gc.get_stats()[2]["collections"] == num_full
+
+
+def test_what_exists_at_the_start_is_left_out(now_s):
+    kept = weakref.ref(old := Node())
+    GarbageSearch()
+    del old
+    gc.collect()
+    assert kept() is not None

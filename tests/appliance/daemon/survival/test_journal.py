@@ -104,6 +104,33 @@ def test_a_torn_last_record_is_dropped_wherever_it_is_torn(journal):
     assert len(left(data).batches) == 1
 
 
+def test_nothing_of_a_torn_record_is_left_behind_a_shorter_one(journal):
+    journal.open(HEAD, [b"request"])
+    untorn = left(bytes_of(journal))
+    journal.took(BATCH)
+    journal.flush()
+    torn = left(bytes_of(journal)[:-1])
+    for each in (torn, untorn):
+        each.took([])
+        each.flush()
+    assert bytes_of(torn) == bytes_of(untorn)
+
+
+def test_a_record_that_is_written_in_part_cuts_the_journal(journal, monkeypatch):
+    journal.open(HEAD, [b"request"])
+    journal.took(BATCH)
+    write = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
+        journal.flush()
+    assert journal.is_cut
+    size = len(bytes_of(journal))
+    journal.took(BATCH)
+    journal.flush()
+    assert len(bytes_of(journal)) == size
+    assert journal.is_cut
+
+
 @pytest.mark.parametrize("data", [b"", b"\x05", b"\x03\0\0\0\x01abc", b"\x01\0\0\0\x04\xc1"])
 def test_a_damaged_journal_is_foreign(data):
     with pytest.raises(Foreign):

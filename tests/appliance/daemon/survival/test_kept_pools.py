@@ -170,10 +170,12 @@ def test_a_damaged_record_leaves_an_empty_pool(keeper, first, at):
 
 def test_memory_of_the_wrong_size_is_dropped(keeper, first):
     os.ftruncate(first.fd, 100)
+    num_fds = len(os.listdir("/proc/self/fd"))
     second = Life(keeper.pass_on().pools)
     assert second.found() == []
     assert codes(second) == [("warning", "pool.dropped")]
     second.end()
+    assert len(os.listdir("/proc/self/fd")) == num_fds + 1  # the map of the new record
 
 
 def test_an_unloaded_models_pool_is_kept_no_more(keeper, first):
@@ -182,6 +184,8 @@ def test_an_unloaded_models_pool_is_kept_no_more(keeper, first):
 
 
 def test_a_pool_that_no_model_takes_is_dropped(keeper, first):
+    num_fds = len(os.listdir("/proc/self/fd"))
     pools = keeper.pass_on().pools
     pools.give_to_keeper()
     assert keeper.names == set()
+    assert len(os.listdir("/proc/self/fd")) == num_fds - 2  # the keeper's own

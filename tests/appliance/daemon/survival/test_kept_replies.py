@@ -7,6 +7,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import re
@@ -19,8 +20,10 @@ import pytest
 
 from appliance.api import generation
 from appliance.api.routes import build_app
+from appliance.daemon.survival import journal as journals
 from appliance.daemon.survival import keeper_channel, kept_replies
-from appliance.daemon.survival.kept_replies import LeftReplies
+from appliance.daemon.survival.journal import Head, Journal
+from appliance.daemon.survival.kept_replies import LeftReplies, LeftReply
 from appliance.http import connection
 from appliance.http.api_keys import key_digest
 from appliance.http.listeners import bind_socket, bind_tcp
@@ -436,6 +439,50 @@ async def test_a_stream_is_kept_alive_until_it_continues(keeper, servers, monkey
     _, undisturbed = said(await asyncio.wait_for(reader.read(), 60))
     assert text.count(b": keep-alive\n\n") >= 3
     assert text.replace(b": keep-alive\n\n", b"") == undisturbed
+
+
+def left_stream(written: bytes, ping: bytes) -> LeftReply:
+    """A stream that a dead daemon has written so far; its journal cannot grow once it is sealed."""
+    made = Journal()
+    made.open(Head(journals.VERSION, b"", ping, "tiny", None), [b"request"])
+    fd = os.memfd_create("journal", os.MFD_ALLOW_SEALING)
+    os.write(fd, os.pread(made.fd, 1 << 16, 0))
+    made.close()
+    ours, client = socket.socketpair()
+    client.close()
+    reply = os.memfd_create("reply")
+    os.write(reply, written)
+    return LeftReply("reply", "cmpl-1", ours, reply, Journal(fd))
+
+
+HEADERS = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = b"9\r\ndata: a\n\n\r\n"
+PING = b"4\r\n: a\n\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "is_pinged"),
+    [
+        (HEADERS, True),
+        (HEADERS + EVENT, True),
+        (HEADERS + EVENT[:-6], False),
+        (HEADERS + EVENT[:-2], False),
+        (HEADERS + EVENT + b"0\r\n\r\n", False),
+    ],
+)
+async def test_a_ping_comes_between_two_events_of_a_stream_that_has_not_ended(written, is_pinged):
+    left = left_stream(written, PING)
+    left.ping()
+    assert os.pread(left.fd, 1 << 10, 0) == written + PING * is_pinged
+    left.end()
+
+
+async def test_a_ping_that_the_journal_has_no_room_for_is_not_sent():
+    left = left_stream(HEADERS, PING)
+    fcntl.fcntl(left.journal.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    left.ping()
+    assert os.pread(left.fd, 1 << 10, 0) == HEADERS
+    left.end()
 
 
 async def test_only_a_stream_that_is_silent_for_long_is_kept_alive(keeper, servers, monkeypatch):

@@ -183,6 +183,25 @@ def test_what_a_full_disk_refused_is_written_when_it_has_room(
     assert ("cmpl-0" in left) is (ends_by == "a request")
 
 
+def test_half_a_line_on_a_full_disk_costs_no_line_after_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.parent.mkdir()
+    mine, write = OpenRequests(path), os.write
+    mine.begin()
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda fd, data: write(fd, data[:40]))
+        mine.add(row("cmpl-1"))
+    with monkeypatch.context() as full:  # there is room for a line, and none for a second file
+
+        def refuse(*_: object) -> int:
+            raise OSError(28, os.strerror(28))
+
+        full.setattr(os, "replace", refuse)
+        mine.add(row("cmpl-2"))
+    assert [one.rid for one in OpenRequests(path).answered] == ["cmpl-2"]
+
+
 def test_a_daemon_that_starts_on_a_full_disk_notes_requests_when_it_has_room(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ def left_reply(*written: bytes, num_sent: int = 0, pings: tuple[int, ...] = ()) 
 
 async def test_the_files_offset_counts_what_a_slow_client_was_sent():
     reply = Reply()
-    data = os.urandom(3 << 20)
+    data, num_fds = os.urandom(3 << 20), len(os.listdir("/proc/self/fd"))
     reply.file.write(data[:10])
     assert reply.read_now() == data[:10]
     reply.file.write(data[10:])
@@ -85,6 +85,16 @@ async def test_the_files_offset_counts_what_a_slow_client_was_sent():
     await asyncio.wait_for(ended.wait(), 60)
     assert reply.calls == ["pause", "resume"]
     assert os.lseek(reply.kept_fd, 0, os.SEEK_CUR) == len(data)
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+    reply.close()
+
+
+async def test_a_reply_that_waits_for_its_client_goes_on_when_the_file_is_given_up():
+    reply = Reply()
+    reply.file.write(bytes(3 << 20))
+    assert reply.calls == ["pause"]
+    reply.file.close()
+    assert reply.calls == ["pause", "resume"]
     reply.close()
 
 
