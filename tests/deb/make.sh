@@ -9,6 +9,7 @@ $venv/bin/pip uninstall -q -y pip
 sh leave_out.sh $venv
 $venv/bin/python debian/copyright.py > debian/copyright
 find $venv/bin -type f ! -name penstock -delete
+rm -f $venv/.gitignore # of venv since Python 3.13
 # The service may not write bytecode, and would compile at each start. One file is for a newer Python.
 $venv/bin/python -m compileall -q -j 0 -x py312_intrinsics --invalidation-mode unchecked-hash $venv/lib
 
