@@ -15,6 +15,7 @@ PenstockError                 what, where, hint; exit_code for the CLI
 ├── Unreadable                a grammar, a schema or a template cannot be used
 │   ├── GrammarError          in engine/text/grammar.py
 │   └── Overran               it takes too much time or memory to read
+│       └── TooSlow           it takes too much time
 └── RequestError              a client's request is refused; status, code, param
 ├── Forbidden             403: the peer's role, or whose it is
 ├── QueueFull             429: the queue is full, for all or for this owner, or too slow
@@ -194,6 +195,10 @@ class Unreadable(PenstockError):
 
 class Overran(Unreadable):
     """A stranger's text takes too much time or memory to read."""
+
+
+class TooSlow(Overran):
+    """A stranger's text takes too much time to read."""
 
 
 class RequestError(PenstockError):

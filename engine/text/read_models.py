@@ -18,11 +18,11 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.text_model import Kind, TextModelConfig
 from engine.checkpoint.written_models import as_path, checkpoint_of, config_of
-from engine.errors import CheckpointError, Overran, Unavailable
+from engine.errors import CheckpointError, Overran, TooSlow, Unavailable
 from engine.text.encoder import Encoder, channel
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer, TokenizerFiles
-from engine.text.tokenizer_expressions import is_about_time, with_expressions
+from engine.text.tokenizer_expressions import with_expressions
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -121,9 +121,10 @@ def _tokenizer_files(path: Path, kept: socket.socket, *args: Any) -> TokenizerFi
     try:
         return _FILES.decode(_read("tokenizer", path, *args, kept=kept))
     except CheckpointError as error:
-        if not is_about_time(error.what):
+        if not isinstance(error.__cause__, TooSlow):
             raise
-        what = with_expressions(error.what, _read("expressions", path, *args).decode())
+        expressions = _read("expressions", path, *args).decode()
+        what = with_expressions(error.__cause__, expressions)
         raise CheckpointError(what, where=error.where, hint=error.hint) from error
 
 

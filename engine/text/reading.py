@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from engine.errors import CheckpointError, Overran, Unavailable, Unreadable
+from engine.errors import CheckpointError, Overran, TooSlow, Unavailable, Unreadable
 from engine.system.priority import lower_priority
 from engine.system.python_child import python_command
 from engine.system.signals import signal_name
@@ -249,7 +249,7 @@ class Reader:
         what = _JOB_NAMES.get(job, "a grammar")
         what = f"{what} was given up, and its request refused"
         self.tell(f"{'a model was given up' if job in MODEL_JOBS else what}: {about}")
-        return Overran(about)
+        return TooSlow(about) if why == "time" else Overran(about)
 
     def _read(self, job: str, body: bytes, how: bytes, kept: socket.socket | None) -> bytes:
         process, control = self.start()

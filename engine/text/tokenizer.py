@@ -306,7 +306,7 @@ class Tokenizer:
         try:
             return self._encoder.read(job, *args)
         except Overran as error:
-            raise _refusal(with_expressions(error.what, self._expressions), TOO_COSTLY) from error
+            raise _refusal(with_expressions(error, self._expressions), TOO_COSTLY) from error
         except Unreadable as error:
             raise _refusal(error.what) from error
 

@@ -6,6 +6,7 @@ import json
 import re
 from itertools import islice
 
+from engine.errors import Overran, TooSlow
 from engine.printable import printable
 
 MAX_NAMED, MAX_CHARS = 3, 100
@@ -22,16 +23,11 @@ def expressions_of(text: str) -> str:
     return ", ".join(f"'{printable(_shortened(each))}'" for each in found)
 
 
-def is_about_time(why: str) -> bool:
-    """Tell whether a tokenizer took too much time, of what it may take too much of."""
-    return why.endswith("takes too much time")
-
-
-def with_expressions(why: str, expressions: str) -> str:
-    """Add to what a tokenizer took too much of the expressions that may have taken it."""
-    if not (expressions and is_about_time(why)):
-        return why
-    return f"{why}; its regular expressions: {expressions}"
+def with_expressions(error: Overran, expressions: str) -> str:
+    """Say what a tokenizer took too much of; if it is time, name the expressions too."""
+    if not (expressions and isinstance(error, TooSlow)):
+        return error.what
+    return f"{error.what}; its regular expressions: {expressions}"
 
 
 def _shortened(text: str) -> str:
