@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -77,7 +77,7 @@ def load_weights(
         CheckpointError: a value is infinite or no number, or a file cannot be read.
     """
     if arena is None:
-        return _mapped(checkpoint, dtype, progress, is_checked=not stays_on_disk)
+        return _mapped(checkpoint, dtype, progress, checkpoint.tensors if stays_on_disk else ())
     if is_packed and (weights != AS_STORED or not checkpoint.is_plain):
         layout = panels_layout(checkpoint, dtype, weights)
         if layout is None:
@@ -88,12 +88,10 @@ def load_weights(
         pairs = packed_layout(checkpoint, dtype)
         if pairs is None:
             raise ValueError(f"this checkpoint is not packed for {dtype}")
-        mapped = _mapped(checkpoint, dtype, _ignore, is_checked=False)
-        packed = pack_weights(mapped, checkpoint.tensors, pairs, arena, share, progress)
-        if share is not None:
-            for name in mapped.keys() - set(pairs.source_by_packed.values()):
-                check_finite(mapped[name].values, checkpoint.tensors[name])
-        return mapped | packed
+        to_pack = set(pairs.source_by_packed.values())
+        unchecked = checkpoint.tensors if share is None else to_pack
+        mapped = _mapped(checkpoint, dtype, _ignore, unchecked)
+        return mapped | pack_weights(mapped, checkpoint.tensors, pairs, arena, share, progress)
     views = _arena_views(checkpoint, dtype, arena)
     if share is not None:
         convert_weights(checkpoint, views, progress, share)
@@ -195,21 +193,21 @@ def convert_weights(
 
 
 def _mapped(
-    checkpoint: Checkpoint, dtype: str, progress: Progress, *, is_checked: bool
+    checkpoint: Checkpoint, dtype: str, progress: Progress, unchecked: Collection[str]
 ) -> dict[str, Weight]:
     """Leave matrices in the files; convert vectors to `dtype`.
 
     Args:
-        is_checked: the matrices' values are checked as well; they are read for it.
+        unchecked: matrices whose values are not read here, and so not checked.
     """
     total, done, weights = checkpoint.num_bytes, 0, {}
     for name, stored in map_files(checkpoint.tensors, _ignore).items():
         values = stored.values
-        if is_checked or values.dim() == 1:
+        if values.dim() == 1:
+            values = values.to(getattr(torch, dtype))
+        if values.dim() == 1 or name not in unchecked:
             check_finite(values, stored.info)
-        weights[name] = Weight.plain(
-            values.to(getattr(torch, dtype)) if values.dim() == 1 else values
-        )
+        weights[name] = Weight.plain(values)
         done += stored.info.num_bytes
         progress(done, total)
     return weights

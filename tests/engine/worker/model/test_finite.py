@@ -67,6 +67,17 @@ def test_one_value_that_is_not_finite_is_refused_however_it_is_loaded(folder, tm
         assert refused.value.where == str(spoiled / "model.safetensors")
 
 
+@needs_kernels
+@pytest.mark.parametrize("way", [MAPPED, IN_PAIRS])
+def test_a_vector_that_becomes_infinite_in_the_served_dtype_is_refused(folder, tmp_path, way):
+    spoiled = spoil(folder, tmp_path / "made", "model.norm.weight", 1.0)
+    tensors = load_file(spoiled / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full((SHAPE["hidden_size"],), 3.4e38)
+    save_file(tensors, spoiled / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has a value"):
+        load(spoiled, way)
+
+
 def test_the_largest_values_are_no_infinite_ones():
     info = TensorInfo("w", "model.safetensors", "bfloat16", (2, 64), 0, 256)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
