@@ -119,6 +119,28 @@ def test_what_nobody_needs_any_more_is_not_loaded(harness):
     assert harness.in_pool(1) == block(1)
 
 
+def test_a_load_that_nobody_needs_any_more_ends_after_the_block_that_is_read(harness, monkeypatch):
+    harness.store(3, 4)
+    entries = [harness.index.begin_load(name(n)) for n in (3, 4)]
+    copy = Copy(2, "ssd", "kv", [(0, 1), (1, 2)], None)
+    job, read = CopyJob(life=1, copy=copy, entries=entries), harness.slabs.read
+
+    def cancel(*args):
+        assert not harness.disk.cancel(job)
+        read(*args)
+
+    monkeypatch.setattr(harness.slabs, "read", cancel)
+    harness.do(job)
+    assert (job.num_done, job.error) == (1, "no longer needed")
+    assert (harness.in_pool(1), harness.in_pool(2)) == (block(3), block(2))
+
+
+def test_a_pool_that_is_cut_off_is_not_stored(harness):
+    os.ftruncate(harness.pool, 3 * BLOCK_BYTES + 1)
+    job = harness.store(2, 3)
+    assert (job.num_done, job.error) == (1, "the pool's memory is truncated")
+
+
 def test_an_error_of_the_disk_is_reported_with_what_was_done_before(harness):
     harness.store(3, 4)
     harness.index.begin_load(name(4)).place = RecordPlace(99, 0)

@@ -25,7 +25,14 @@ from engine.scheduler.offload.files import (
     survey,
 )
 from engine.scheduler.offload.index import RecordPlace, SlabIndex
-from engine.scheduler.offload.records import DIGEST_BYTES, HEADER_BYTES, PAGE, seal_slab
+from engine.scheduler.offload.records import (
+    DIGEST_BYTES,
+    HEADER_BYTES,
+    PAGE,
+    RecordHead,
+    seal_record,
+    seal_slab,
+)
 from engine.scheduler.offload.slab_files import DamagedError, RecordBuffer, Slabs
 
 BLOCK_BYTES = 5000
@@ -119,6 +126,15 @@ def test_the_disk_keeps_its_reserve(folder):
     assert slabs.grow() is None
     assert re.fullmatch(r".+: .+ free, .+ reserved", slabs.limit())
     slabs.close()
+
+
+def test_no_slab_of_another_model_goes_where_the_reserve_would_leave_no_room_even_then(folder):
+    fill(folder, model=MODELS[1], stored_at_s=1)
+    slabs, _ = open_slabs(folder)
+    slabs._reserve_bytes = 2 * shutil.disk_usage(folder).total
+    assert slabs.grow() is None
+    slabs.close()
+    assert served_again(folder, MODELS[1]) == [0]
 
 
 def test_a_probe_of_a_disk_without_any_room_reads_what_lies_there(slabs, folder, monkeypatch):
@@ -396,6 +412,13 @@ def test_slabs_that_somebody_deletes_are_noticed_and_their_space_given_back(slab
     assert slabs.grow().number == 1
 
 
+def test_a_folder_that_is_made_again_costs_no_descriptor(slabs, folder):
+    num_fds = len(os.listdir("/proc/self/fd"))
+    shutil.rmtree(folder)
+    slabs.remake_folder()
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
 @pytest.mark.parametrize("way", ["a probe", "a slab"])
 def test_a_folder_that_somebody_deletes_is_made_again_and_is_ones_own(slabs, folder, way):
     shutil.rmtree(folder)
@@ -463,6 +486,17 @@ def test_a_survey_says_what_is_there_and_which_of_it_is_damaged(slabs, folder):
         [True],
     ]
     assert list(survey(folder / "nothing")) == []
+
+
+def test_a_record_of_another_model_in_a_slab_is_damage(slabs, folder):
+    put(slabs, RecordPlace(0, 0), name(1))
+    head = RecordHead(1, 0, BLOCK_BYTES, name(2), MODELS[1], 0)
+    with (folder / "slab-000000.kv").open("r+b") as file:
+        file.seek(slabs.grow().offset(1))
+        file.write(seal_record(head, 0, 1))
+    contents = dict(survey(folder))[folder / "slab-000000.kv"]
+    assert [index for index, _ in contents.records] == [0]
+    assert contents.damaged == [1]
 
 
 def test_what_a_start_finds_damaged_is_erased(slabs, folder):
