@@ -11,6 +11,7 @@ import pytest
 
 from appliance.api.responses import store as store_file
 from appliance.api.responses.store import MAX_CONVERSATION_BYTES, KeptItem, ResponseStore
+from appliance.api.routes import build_app
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
@@ -78,16 +79,19 @@ async def test_a_streamed_response_is_kept_unless_its_client_does_not_want_that(
 
 async def test_a_response_is_its_owners(appliance):
     says(appliance, "Paris" + END)
-    async with client_of(appliance, ALICE) as client:
+    app = build_app(appliance)
+    async with client_of(appliance, ALICE, app) as client:
         made = (await client.post("/v1/responses", json={"input": "x"})).json()
         assert (await client.get(f"/v1/responses/{made['id']}")).json() == made
-    async with client_of(appliance, BOB) as client:
+    async with client_of(appliance, BOB, app) as client:
         gone = await client.get(f"/v1/responses/{made['id']}")
         assert gone.status_code == 404
         assert f"there is no response `{made['id']}`" in gone.json()["error"]["message"]
         assert (await client.delete(f"/v1/responses/{made['id']}")).status_code == 404
         body = {"input": "x", "previous_response_id": made["id"]}
         assert (await client.post("/v1/responses", json=body)).status_code == 400
+    async with client_of(appliance, ALICE, app) as client:
+        assert (await client.get(f"/v1/responses/{made['id']}")).json() == made
 
 
 async def test_codex_is_understood(served, appliance):
