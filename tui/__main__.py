@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -19,9 +20,12 @@ from tui import plain
 from tui.feed import FeedLost
 from tui.lines import clean
 
+EXIT_UNWRITABLE = 1
 EXIT_DAMAGED = 8
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a full disk."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,9 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # the interpreter flushes stdout once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_PIPE_CLOSED
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        _drop_output()
+        sys.stderr.write(f"penstock: cannot write: {error.strerror}\n")
+        return EXIT_UNWRITABLE
+
+
+def _drop_output() -> None:
+    """Discard further output: the interpreter flushes stdout once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run_console(options: argparse.Namespace, *, is_ascii: bool) -> int:

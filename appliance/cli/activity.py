@@ -199,14 +199,18 @@ class _Source:
 
     def note_gap(self) -> None:
         """Say what the rows lack where the daemon cannot write its log."""
-        if self._file is not None:
-            return
-        with suppress(ClientError), self.client.reading():
-            if lacks := self.client.state().get("unwritten"):
-                missing = f"{things(lacks['num_requests'], 'finished request')} missing here"
-                terminal.note(printable(f"penstock: {lacks['reason']}; {missing}"))
-                how = f"df -h {shlex.quote(lacks['folder'])}"
-                terminal.note(printable(f"hint: free space there, or mend the disk: {how}"))
+        if self._file is None:
+            note_gap(self.client)
+
+
+def note_gap(client: Client) -> None:
+    """Say what the log lacks where the daemon cannot write it."""
+    with suppress(ClientError), client.reading():
+        if lacks := client.state().get("unwritten"):
+            missing = f"{things(lacks['num_requests'], 'finished request')} missing here"
+            terminal.note(printable(f"penstock: {lacks['reason']}; {missing}"))
+            how = f"df -h {shlex.quote(lacks['folder'])}"
+            terminal.note(printable(f"hint: free space there, or mend the disk: {how}"))
 
 
 def _print(source: _Source, columns: tuple[TableColumn, ...], form: Format, follow: bool) -> None:

@@ -43,6 +43,7 @@ def record(
     with appearing(file, "the recording") as unfinished:
         try:
             _download(client, query, unfinished)
+            activity.note_gap(client)
         except DaemonUnreachable as error:
             _extract(activity.log_file(client, state_dir, error), query, unfinished)
         summary = _summary(unfinished)

@@ -55,6 +55,17 @@ async def run_piped(daemon: FakeDaemon, *options: str, env=None) -> tuple[int, s
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.parametrize("options", [("--once",), ("--once", "--json"), ("--plain",)])
+async def test_a_full_disk_is_told_in_a_line(daemon, options):
+    full = os.open("/dev/full", os.O_WRONLY)
+    process = await start(daemon, *options, stdout=full, stderr=asyncio.subprocess.PIPE)
+    os.close(full)
+    async with asyncio.timeout(120):
+        _out, said = await process.communicate()
+    told = b"penstock: cannot write: No space left on device\n"
+    assert (process.returncode, said) == (1, told)
+
+
 class Terminal:
     """A pseudo terminal with the console in it."""
 

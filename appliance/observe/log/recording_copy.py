@@ -6,6 +6,7 @@ Never: takes the text of a prompt; writes to the log.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sqlite3
 from datetime import datetime, timedelta
@@ -58,6 +59,14 @@ def write_recording(log_path: Path, target: Path, span: Span) -> None:
             `recording_too_large`: it exceeds MAX_BYTES, or would fill the disk.
     """
     until = span.until or _NEVER
+    free_bytes = shutil.disk_usage(target.parent).free - ROOM_BYTES
+    if free_bytes <= 0:
+        raise RequestError(
+            f"the disk has no room for a recording: it leaves {size_text(ROOM_BYTES)} free",
+            code="recording_too_large",
+            status=413,
+            hint=f"free space there: df -h {shlex.quote(str(target.parent))}",
+        )
     with reading(log_path) as db:
         # Also what is written by others meanwhile stays out: one transaction sees one moment.
         db.execute("ATTACH ? AS made", (f"{target.absolute().as_uri()}?mode=rw",))
@@ -66,7 +75,6 @@ def write_recording(log_path: Path, target: Path, span: Span) -> None:
         db.execute(f"PRAGMA made.application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA made.user_version = {RECORDING_VERSION}")
         (page_bytes,) = db.execute("PRAGMA made.page_size").fetchone()
-        free_bytes = shutil.disk_usage(target.parent).free - ROOM_BYTES
         most_pages = max(min(MAX_BYTES, free_bytes) // page_bytes, 1)
         db.execute(f"PRAGMA made.max_page_count = {most_pages}")
         db.execute("BEGIN")

@@ -149,6 +149,20 @@ def test_a_daemon_is_asked_for_the_last_half_hour(
     assert daemon.script.asked[-1][0] == f"{ASKED}?since=-2h&until=1h"
 
 
+def test_requests_that_the_daemon_cannot_log_are_told_as_missing(
+    daemon: FakeDaemon, environ: dict[str, str], target: Path, tmp_path: Path
+) -> None:
+    made = make_recording(tmp_path, [frame_at(0), frame_at(1)])
+    lacks = {"reason": "cannot write the request log: disk full", "num_requests": 3, "folder": "/a"}
+    daemon.script.replies = {
+        f"{ASKED}?since=30m": (200, made.read_bytes()),
+        "GET /v1/penstock/state": (200, {"state": "ready", "unwritten": lacks}),
+    }
+    ended = penstock(environ, "record", "-o", str(target))
+    assert ended.returncode == 0
+    assert all(part in ended.stderr for part in (lacks["reason"], "3 finished requests"))
+
+
 def test_without_a_daemon_its_file_is_read(
     log: Path, environ: dict[str, str], target: Path
 ) -> None:

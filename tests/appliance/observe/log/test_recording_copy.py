@@ -119,6 +119,17 @@ def test_a_running_daemon_is_recorded_up_to_its_newest_frame(tmp_path: Path) -> 
     assert log.close()
 
 
+def test_a_disk_without_room_for_a_recording_is_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_recording(tmp_path)
+    monkeypatch.setattr(recording_copy, "ROOM_BYTES", 1 << 60)
+    with pytest.raises(RequestError, match="no room") as refused:
+        cut(tmp_path, None)
+    assert f"df -h {tmp_path}" in refused.value.hint
+    assert (tmp_path / "cut.penstock").stat().st_size == 0
+
+
 @pytest.mark.parametrize("limit", ["MAX_BYTES", "ROOM_BYTES"])
 def test_a_recording_fills_no_disk(tmp_path: Path, monkeypatch, limit: str) -> None:
     make_recording(tmp_path)

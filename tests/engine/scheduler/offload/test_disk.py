@@ -138,7 +138,7 @@ def test_a_load_that_nobody_needs_any_more_ends_after_the_block_that_is_read(har
 def test_a_pool_that_is_cut_off_is_not_stored(harness):
     os.ftruncate(harness.pool, 3 * BLOCK_BYTES + 1)
     job = harness.store(2, 3)
-    assert (job.num_done, job.error) == (1, "the pool's memory is truncated")
+    assert (job.num_done, "truncated" in job.error) == (1, True)
 
 
 def test_an_error_of_the_disk_is_reported_with_what_was_done_before(harness):
