@@ -61,7 +61,8 @@ def open_log(path: Path) -> sqlite3.Connection:
         connection = sqlite3.connect(path, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
         why = getattr(error, "strerror", None) or error  # without the path, which `where` names
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        is_refused = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        if is_refused or isinstance(log_error("", error, path), DiskRefuses):
             raise DiskRefuses(f"cannot make the request log: {why}", where=str(path)) from error
         raise ConfigError(
             f"cannot open the request log: {why}",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from sqlite_utils import Database
@@ -317,6 +318,31 @@ def test_a_log_that_cannot_be_read_for_a_while_stays_in_its_place(
         log = start(path)
         log.record(row("new"))
         wait_until(lambda: log.unwritten is not None)
+    assert log.flush(60)
+    assert damaged_logs(path) == []
+    assert rids(log.rows(RowQuery())) == ["new", "old"]
+    assert log.close()
+
+
+def test_a_start_on_a_disk_that_cannot_be_read_goes_on_and_writes_once_it_can(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_INTERVAL_S", 0.05)
+    write(path, row("old"))
+    connect = sqlite3.connect
+
+    def refuse(database: Any, **options: Any) -> sqlite3.Connection:
+        if database != path:
+            return connect(database, **options)
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_READ
+        raise error
+
+    with monkeypatch.context() as failing:
+        failing.setattr(sqlite3, "connect", refuse)
+        log = start(path)
+        log.record(row("new"))
+        assert log.unwritten is not None
     assert log.flush(60)
     assert damaged_logs(path) == []
     assert rids(log.rows(RowQuery())) == ["new", "old"]
