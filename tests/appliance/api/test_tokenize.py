@@ -88,9 +88,18 @@ async def test_texts_have_a_bound(client, monkeypatch):
     monkeypatch.setattr(tokenize_api, "MAX_TEXT_CHARS", 10)
     reply = await client.post("/tokenize", json={"prompt": "x" * 11})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+    chat = {"messages": [{"role": "user", "content": "x" * 11}], "max_tokens": 1}
+    reply = await client.post("/v1/messages/count_tokens", json=chat)
+    assert reply.status_code == 400
     tokens = [1] * (tokenize_api.MAX_TOKENS + 1)
     reply = await client.post("/detokenize", json={"tokens": tokens})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_an_id_that_the_vocabulary_lacks_has_no_text(client, tokenizer):
+    for token_id in (tokenizer.vocab_size, 1 << 40):
+        reply = await client.post("/detokenize", json={"tokens": [1, token_id]})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
 
 
 async def test_a_client_whose_texts_are_slow_keeps_no_other_waiting(tokenizer, monkeypatch):

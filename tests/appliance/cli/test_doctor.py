@@ -345,6 +345,32 @@ class _Asked(Client):
         return {"data": list(self._events)}
 
 
+@pytest.mark.parametrize("answer", [{}, {"state": 5}, {"alerts": [None]}, {"workers": {"a": 1}}])
+def test_a_state_that_is_no_penstocks_is_told_as_the_daemons_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: dict[str, Any]
+) -> None:
+    asked = _Asked(tmp_path)
+    monkeypatch.setattr(asked, "state", lambda: answer)
+    assert isinstance(checks._state(lambda: asked), PenstockError)
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        ({}, {"code": "x", "message": ""}),
+        ({"at": "soon", "uptime_s": 9.0}, {"code": "x", "message": ""}),
+        ({"at": "2026-11-23T10:00:10Z", "uptime_s": 1e300}, {"code": "x", "message": ""}),
+        ({"at": "2026-11-23T10:00:10Z", "uptime_s": 9.0}, {"message": ""}),
+    ],
+)
+def test_answers_that_do_not_say_whether_it_is_open_are_a_note(
+    tmp_path: Path, state: dict[str, Any], event: dict[str, str]
+) -> None:
+    found = checks._open_daemon(state, lambda: _Asked(tmp_path, event))
+    assert found is not None
+    assert (found.check, found.verdict) == ("network", "note")
+
+
 def test_that_a_daemon_is_open_to_the_network_is_told_by_what_it_said_itself() -> None:
     state = {"at": "2026-11-23T10:00:10Z", "uptime_s": 9.0}
     message = "https://0.0.0.0:8443 is open to the network"

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from engine.reader.__main__ import _report
+
 SCRIPT = """
 import resource, sys
 from engine.checkpoint import model_file
@@ -79,6 +81,7 @@ def spin(cpu_s, _messages):
 
 JOBS["render"], begun_s = spin, time.process_time()
 reader.FORK_CPU_S, reader.MAX_CHAT_CPU_S = 0.05, 2.0
+reader.CHAT_CPU_S_PER_BYTE = float(sys.argv[3])
 job, other = socket.socketpair()
 other.sendall(reader.marshal.dumps(("render", (float(sys.argv[1]), "a" * int(sys.argv[2])))))
 other.shutdown(socket.SHUT_WR)
@@ -88,12 +91,14 @@ print(receive_answer(other)[1].decode())
 
 
 @pytest.mark.parametrize(
-    ("cpu_s", "num_bytes", "told"),
-    [("0.5", 10_000, "done"), ("0.5", 100, ""), ("inf", 100_000, "")],
+    ("cpu_s", "num_bytes", "s_per_byte", "told"),
+    [("0.5", 10_000, 1e-4, "done"), ("0.5", 100, 1e-4, ""), ("inf", 100, 1000.0, "")],
     ids=["a long chat", "a short chat", "an endless loop"],
 )
-def test_a_slow_chat_may_compute_by_its_length_but_not_without_end(cpu_s, num_bytes, told):
-    command = [sys.executable, "-c", CHAT, cpu_s, str(num_bytes)]
+def test_a_slow_chat_may_compute_by_its_length_but_not_without_end(
+    cpu_s, num_bytes, s_per_byte, told
+):
+    command = [sys.executable, "-c", CHAT, cpu_s, str(num_bytes), str(s_per_byte)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.stdout.strip() == told, ended.stderr
     assert ended.returncode == (0 if told else -signal.SIGPROF)
@@ -104,3 +109,13 @@ def test_a_text_that_computes_without_end_ends_its_process_at_the_limit(kind):
     command = [sys.executable, "-c", f"{SPIN}reader._limited(job, {kind})"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == -signal.SIGPROF, ended.stderr
+
+
+def test_an_error_is_printed_without_the_text_that_it_is_of(capsys):
+    try:
+        int("a secret")
+    except ValueError as error:
+        _report(error)
+    said = capsys.readouterr().err
+    assert "ValueError" in said
+    assert "secret" not in said

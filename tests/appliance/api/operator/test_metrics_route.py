@@ -59,7 +59,7 @@ async def test_refused_requests_are_counted_by_caller_and_answers_are_not(applia
             await served.complete(model="gone")
         await served.http.get("/nowhere")
         await served.http.get("/v1/requests/cmpl-gone")
-        await served.http.get("/ready")
+        assert (await served.http.post("/ready")).status_code == 405
     callers = {caller for caller, _ in appliance.refusals}
     codes = [code for _, code in appliance.refusals]
     assert codes == ["model_not_found"] * 3 + ["unknown_url"]
