@@ -24,6 +24,7 @@ from engine.errors import ConfigError, PenstockError
 
 ROLES = ("static", "colocated", "elastic")
 WARM_UP_S = 120.0
+_WARM_UP_PROMPT_TOKENS, _WARM_UP_OUTPUT_TOKENS = 64, 8
 _NAMED = re.compile(r"([\w.+-]+)=(.+)")
 
 
@@ -34,7 +35,6 @@ class Arms:
         specs: of each arm an address, or roles with which to start a daemon; `NAME=` may precede.
         model: for the daemons that are started; None: what the settings say.
         is_alone: start a daemon anew for each use, so that no other is there meanwhile.
-        warm_up: prompt and output tokens of the request that is not measured.
 
     Raises:
         ConfigError: a spec is wrong, or two have one label.
@@ -47,7 +47,6 @@ class Arms:
         model: str | None,
         is_text: bool = False,
         is_alone: bool = False,
-        warm_up: tuple[int, int] = (64, 8),
         seed: int = 0,
     ) -> None:
         named = [_label_and_place(spec) for spec in specs]
@@ -61,7 +60,6 @@ class Arms:
         self._model = model
         self._is_text = is_text
         self._is_alone = is_alone
-        self._warm_up = warm_up
         self._rng = random.Random(seed)
         self._kept = ExitStack()
         self._targets: dict[str, Target] = {}
@@ -110,14 +108,15 @@ class Arms:
         except DaemonUnreachable as error:
             error.hint = f"a server is the address of one that runs, or one of {', '.join(ROLES)}"
             raise
-        request, reply = target.request(*self._warm_up), ReceivedReply(time.perf_counter_ns())
+        request = target.request(_WARM_UP_PROMPT_TOKENS, _WARM_UP_OUTPUT_TOKENS)
+        reply = ReceivedReply(time.perf_counter_ns())
         asyncio.run(exchange(where, request, reply, WARM_UP_S))
         if reply.problem is not None or reply.ended_ns is None:
             problem = reply.problem or f"no end within {WARM_UP_S:.0f} s"
             raise PenstockError(
                 f"the first request failed: {problem}", where=str(where), hint=SERVERS_LOG
             )
-        target.learn_length(self._warm_up[0], reply.prompt_tokens)
+        target.learn_length(_WARM_UP_PROMPT_TOKENS, reply.prompt_tokens)
         return target
 
 

@@ -112,13 +112,13 @@ class TcpAddress:
     key: str | None = field(default=None, repr=False)
     """API key in http://x:KEY@host, which overrides PENSTOCK_API_KEY. Never printed."""
 
-    def shown_key(self, environ: Mapping[str, str] = os.environ) -> str | None:
+    def shown_key(self) -> str | None:
         """Return the API key to send, if there is one.
 
         Raises:
             ConfigError: no header can carry it; the error does not quote it.
         """
-        key = self.key or environ.get("PENSTOCK_API_KEY") or None
+        key = self.key or os.environ.get("PENSTOCK_API_KEY") or None
         if key is not None and not _KEY.fullmatch(key):
             where = "PENSTOCK_HOST" if self.key else "PENSTOCK_API_KEY"
             raise ConfigError("the API key has characters that no key has", where=where)

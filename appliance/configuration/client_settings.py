@@ -47,11 +47,9 @@ def explain(
     return everybodys + of_models
 
 
-def load_asked(
-    flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
-) -> ServeConfig:
+def load_asked(flags: Mapping[str, str | None]) -> ServeConfig:
     """Load the configuration of the daemon that a client would ask: the unit's, or the user's."""
-    return load(flags, _environ_of_asked(flags, environ))
+    return load(flags, _environ_of_asked(flags, os.environ))
 
 
 def _environ_of_asked(
@@ -142,15 +140,15 @@ def ids_of(text: str, warn: Warn, environ: Mapping[str, str] = os.environ) -> se
     return {text, model_name(meant), *(name for name, model in tables.items() if model == meant)}
 
 
-def own_state_dir(environ: Mapping[str, str] = os.environ, warn: Warn | None = None) -> Path:
+def own_state_dir(warn: Warn | None = None) -> Path:
     """Return a writable state folder for this user's own files.
 
     The machine's settings may name a folder of the service. `warn` as for configured_socket().
     """
-    found = _one({}, environ, "state_dir", warn)
-    folder = paths.default_state_dir(environ) if found is None else Path(found.value)
+    found = _one({}, os.environ, "state_dir", warn)
+    folder = paths.default_state_dir(os.environ) if found is None else Path(found.value)
     if folder.exists() and not os.access(folder, os.W_OK):
-        return paths.default_state_dir(environ)
+        return paths.default_state_dir(os.environ)
     return folder
 
 

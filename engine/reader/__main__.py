@@ -104,10 +104,10 @@ def _keep_small(trim_bytes: int = MIN_TRIM_BYTES, own_pages_bytes: int = OWN_PAG
     mallopt(_TRIM_THRESHOLD, trim_bytes)
 
 
-def _be_killed_first(score: int = 800) -> None:
+def _be_killed_first() -> None:
     """Let the kernel end this process before workers where a machine's memory is used up."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(str(score))
+        file.write("800")
 
 
 class Forks:

@@ -107,13 +107,13 @@ def open_own(path: Path, flags: int, mode: int = 0o600, *, denied: int = 0) -> i
     return fd
 
 
-def open_own_target(path: Path, flags: int, mode: int = 0o600, *, denied: int = 0) -> int:
+def open_own_target(path: Path, flags: int, *, denied: int = 0) -> int:
     """Open as open_own() does, but through links and folders that no other user could change.
 
     Raises:
         OSError: as open_own(), or another user could exchange the file.
     """
-    return open_own(_end_of_own_way(path, os.geteuid()), flags, mode, denied=denied)
+    return open_own(_end_of_own_way(path, os.geteuid()), flags, denied=denied)
 
 
 def sync_folder(folder: Path) -> None:

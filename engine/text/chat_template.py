@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import CheckpointError, Overran, RequestError, Unreadable
-from engine.text.reading import READER, Reader
+from engine.text.reading import READER
 
 Shape = frozenset[tuple[str, str]]
 """The kinds of messages that follow each other in a conversation."""
@@ -31,16 +31,14 @@ class ChatTemplate:
         Unavailable: nothing reads it.
     """
 
-    def __init__(
-        self, source: str, where: str, tool_source: str | None = None, reader: Reader = READER
-    ) -> None:
+    def __init__(self, source: str, where: str, tool_source: str | None = None) -> None:
         self.where = where
         """The file that it was read from."""
         self.tool_source = source if tool_source is None else tool_source
         """The template for conversations with tools."""
-        self._source, self._reader = source, reader
+        self._source = source
         try:
-            takes_tools = reader.read("takes_tools", source, self.tool_source)
+            takes_tools = READER.read("takes_tools", source, self.tool_source)
         except Unreadable as error:
             what = f"the chat template is broken: {error.what}"
             hint = "correct it there, or report it to the model's publisher"
@@ -83,7 +81,7 @@ class ChatTemplate:
         }
         source = self.tool_source if tools else self._source
         try:
-            text = self._reader.read("render", source, known)
+            text = READER.read("render", source, known)
         except Overran as error:
             about = f"the model's chat template cannot be used with these messages: {error.what}"
             hint = "send less text, fewer messages or fewer tools, or ask another model"

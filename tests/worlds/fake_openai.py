@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -32,7 +33,6 @@ class Script:
     power_w: float | None = None
     starved: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    hang_ups: int = 0
     most_open: int = 0
 
 
@@ -73,7 +73,8 @@ class FakeOpenAI:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        hang_up = contextlib.suppress(ConnectionError, asyncio.IncompleteReadError)
+        with contextlib.closing(writer), hang_up:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             path = head.split(" ")[1]
             length = head.partition("content-length: ")[2].partition("\r\n")[0]
@@ -84,10 +85,6 @@ class FakeOpenAI:
                 status, content = self._object(path)
                 self._write(writer, status, content)
             await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            self.script.hang_ups += 1
-        finally:
-            writer.close()
 
     def _object(self, path: str) -> tuple[int, dict[str, Any]]:
         if path == "/v1/models":

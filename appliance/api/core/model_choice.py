@@ -36,12 +36,13 @@ def model_not_found(asked: str, model: ModelInfo) -> RequestError:
         what = f"`{asked}` is not served now, `{model.model_id}` is; a request that generates swaps"
     else:
         what = f"the model `{asked[:200]}` does not exist here; {_named(model)}"
+    return no_such_model(what)
+
+
+def no_such_model(what: str, hint: str = "") -> RequestError:
+    """Make the error for a name that no served model has."""
     return RequestError(
-        what,
-        code="model_not_found",
-        param="model",
-        status=404,
-        kind="not_found_error",
+        what, code="model_not_found", param="model", status=404, kind="not_found_error", hint=hint
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from appliance.api.core.model_choice import no_such_model
 from appliance.daemon.requests.request import ModelInfo
 from appliance.daemon.requests.text_encoder import TextEncoder
 from appliance.json.fields import invalid_type
@@ -37,19 +38,8 @@ def choose_encoder(
         what = f"`{name[:200]}` {does}; it never {_MAKES[kind]}"
         raise RequestError(what, code="wrong_model", param="model", hint=hint)
     if found is None:
-        raise _not_found(f"no model that {_MAKES[kind]} is served", hint)
+        raise no_such_model(f"no model that {_MAKES[kind]} is served", hint)
     if served.is_called(name):
         return found
     what = f"the model `{name[:200]}` does not exist here; `{found.name}` {_MAKES[kind]}"
-    raise _not_found(what)
-
-
-def _not_found(what: str, hint: str = "") -> RequestError:
-    return RequestError(
-        what,
-        code="model_not_found",
-        param="model",
-        status=404,
-        kind="not_found_error",
-        hint=hint,
-    )
+    raise no_such_model(what)

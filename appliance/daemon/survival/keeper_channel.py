@@ -257,10 +257,10 @@ def notify(*fds: int, **fields: str | int) -> bool:
     return _channel().send(fds, fields)
 
 
-def notify_watchdog(environ: Mapping[str, str] = os.environ) -> bool:
+def notify_watchdog() -> bool:
     """Tell the keeper that all is well, if it asked for that; silence ends the daemon."""
-    is_for_us = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-    return bool(is_for_us and environ.get("WATCHDOG_USEC")) and notify(WATCHDOG=1)
+    is_for_us = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    return bool(is_for_us and os.environ.get("WATCHDOG_USEC")) and notify(WATCHDOG=1)
 
 
 class BusyLoop:

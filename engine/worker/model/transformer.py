@@ -91,8 +91,6 @@ class Transformer:
             self.device, self.dtype, config, block_size, buffers.take, attention_variant, faults
         )
         linears = choose_linears(self.device.type, self.dtype, take=buffers.take, variants=variants)
-        self.linear_backend = linears.name
-        """What multiplies by the weights, and why if it is not the best."""
         self._kinds_of_heads = set((config if shards is None else shards.config).heads)
         how = (self._backend, linears, shards)
         self._branches = all_branches(config, weights, self._ropes, *how)
