@@ -23,6 +23,14 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+CHATML_WITH_CALLS = (
+    "{# <think> #}{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{{ m.reasoning_content or '' }}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    "[{{ call.function.name }} {{ call.function.arguments | tojson }}]"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def byte_level(*marks: str) -> Tokenizer:

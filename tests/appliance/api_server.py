@@ -135,9 +135,9 @@ def one_key(
     return key, AccessPolicy(keys=read_keys(path), **settings)
 
 
-def url_of(listener: socket.socket, scheme: str = "http") -> str:
+def url_of(listener: socket.socket) -> str:
     """The address of a server on TCP."""
-    return f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def events(body: str) -> list[Any]:

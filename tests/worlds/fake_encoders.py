@@ -24,13 +24,11 @@ class FakeEncoder:
         tokenizer: Tokenizer,
         kind: Literal["embedding", "rerank"],
         *,
-        name: str = "",
-        max_tokens: int = 64,
         end_id: int | None = None,
     ) -> None:
-        self.name = name or f"fake/tiny-{kind}"
+        self.name = f"fake/tiny-{kind}"
         self.kind = kind
-        self.max_tokens = max_tokens
+        self.max_tokens = 64
         self.num_dimensions = DIMENSIONS if kind == "embedding" else None
         self.prompts = {"query": "query: "} if kind == "embedding" else {}
         self.default_prompt: str | None = None

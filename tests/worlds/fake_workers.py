@@ -35,6 +35,12 @@ def next_token(token_ids):
     return (sum((i + 1) * t for i, t in enumerate(token_ids)) * 31 + len(token_ids)) % 997
 
 
+def sequence_step(num_computed_tokens, num_scheduled_tokens):
+    """What a step of one token, or of a prompt's tokens, says of a sequence."""
+    counts = num_scheduled_tokens, 0, num_scheduled_tokens == 1
+    return SequenceStep(1, 1, num_computed_tokens, [], [], None, None, *counts)
+
+
 class Pending:
     """A copy that is not done."""
 

@@ -10,23 +10,15 @@ import pytest
 
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
-from tests.tiny_tokenizers import byte_level
+from tests.tiny_tokenizers import CHATML_WITH_CALLS, byte_level
 from tests.worlds.daemon_parts import FakeAppliance
 
 SENT = json.loads((Path(__file__).parent / "client_bodies.json").read_text())
-TEMPLATE = (
-    "{# <think> #}{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}"
-    "<|im_start|>{{ m.role }}\n{{ m.reasoning_content or '' }}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}"
-    "[{{ call.function.name }} {{ call.function.arguments | tojson }}]"
-    "{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture
 def appliance():
-    tokenizer = Tokenizer(byte_level(), chat_template=TEMPLATE)
+    tokenizer = Tokenizer(byte_level(), chat_template=CHATML_WITH_CALLS)
     appliance = FakeAppliance(tokenizer, max_model_len=8192)
     end_ids = (tokenizer.special_id("<|end|>"),)
     appliance.model = dataclasses.replace(appliance.model, aliases=("*",), eos_token_ids=end_ids)

@@ -13,17 +13,9 @@ from appliance.api.ollama.fields import OllamaMessage
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import says, serving
-from tests.tiny_tokenizers import byte_level
+from tests.tiny_tokenizers import CHATML_WITH_CALLS, byte_level
 from tests.worlds.daemon_parts import FakeAppliance
 
-TEMPLATE = (
-    "{# <think> #}{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}"
-    "<|im_start|>{{ m.role }}\n{{ m.reasoning_content or '' }}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}"
-    "[{{ call.function.name }} {{ call.function.arguments | tojson }}]"
-    "{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
 REPLIES = {
     "text": "hello wö",
@@ -39,13 +31,9 @@ USER = {"role": "user", "content": "go on"}
 
 @pytest.fixture
 def appliance():
-    return FakeAppliance(Tokenizer(byte_level(), chat_template=TEMPLATE), max_model_len=8192)
-
-
-@pytest.fixture
-async def served(appliance, tmp_path):
-    async with serving(appliance, tmp_path / "api.sock") as served:
-        yield served
+    return FakeAppliance(
+        Tokenizer(byte_level(), chat_template=CHATML_WITH_CALLS), max_model_len=8192
+    )
 
 
 # What is sent, and what a client makes of the reply: the messages behind the first.
@@ -406,7 +394,7 @@ async def test_thoughts_are_used_under_each_of_their_names(served, appliance, pa
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 async def test_a_template_gets_thoughts_under_the_name_that_it_reads(tmp_path, field):
-    template = TEMPLATE.replace("reasoning_content", field)
+    template = CHATML_WITH_CALLS.replace("reasoning_content", field)
     appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=template))
     async with serving(appliance, tmp_path / "api.sock") as served:
         answer = {"role": "assistant", "content": "yes", "reasoning": "THOUGHT"}
@@ -415,7 +403,7 @@ async def test_a_template_gets_thoughts_under_the_name_that_it_reads(tmp_path, f
 
 
 async def test_thoughts_that_a_template_does_not_read_are_named(tmp_path):
-    template = TEMPLATE.replace("m.reasoning_content", "''")
+    template = CHATML_WITH_CALLS.replace("m.reasoning_content", "''")
     appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=template))
     async with serving(appliance, tmp_path / "api.sock") as served:
         answer = {"role": "assistant", "content": "yes", "reasoning": "THOUGHT"}

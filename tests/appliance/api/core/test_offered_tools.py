@@ -9,7 +9,7 @@ import pytest
 
 from appliance.api.core.fields import MAX_TOOLS
 from engine.text.tokenizer import Tokenizer
-from tests.appliance.api_server import events, says, serving
+from tests.appliance.api_server import events, says
 from tests.tiny_tokenizers import byte_level
 from tests.worlds.daemon_parts import FakeAppliance
 
@@ -57,12 +57,6 @@ def appliance():
     end_id = tokenizer.special_id("<|end|>")
     appliance.model = dataclasses.replace(appliance.model, eos_token_ids=(end_id,))
     return appliance
-
-
-@pytest.fixture
-async def served(appliance, tmp_path):
-    async with serving(appliance, tmp_path / "api.sock") as served:
-        yield served
 
 
 # Hosted tools

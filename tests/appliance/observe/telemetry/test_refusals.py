@@ -10,16 +10,13 @@ from appliance.observe.telemetry.refusals import MAX_FRAMES, MAX_KINDS, OTHERS, 
 from engine.errors import QueueFull, RequestError
 
 SPINNER = Peer(uid=1, user="ana", pid=9495, program="python")
-
-
-def wrong_model(name: str = "x") -> RequestError:
-    return RequestError(f"the model `{name}` does not exist", code="model_not_found", status=404)
+WRONG_MODEL = RequestError("the model `x` does not exist", code="model_not_found", status=404)
 
 
 def test_a_client_that_spins_is_named_with_its_rate_and_its_last_reason():
     refusals = Refusals()
     for tick in range(4500):
-        refusals.count(SPINNER, wrong_model(), 100 + tick / 450)
+        refusals.count(SPINNER, WRONG_MODEL, 100 + tick / 450)
     (frame,) = refusals.frames(110)
     assert (frame.user, frame.client, frame.status) == ("ana", "python 9495", 404)
     assert (frame.number, frame.last_minute) == (4500, 4500)
@@ -32,8 +29,8 @@ def test_a_client_that_spins_is_named_with_its_rate_and_its_last_reason():
 def test_new_processes_of_one_program_and_new_ports_of_one_host_are_one_caller():
     refusals = Refusals()
     for number in range(20):
-        refusals.count(Peer(user="ana", pid=100 + number, program="curl"), wrong_model(), 1.0)
-        refusals.count(Peer(key="k", address=f"10.0.0.7:{4000 + number}"), wrong_model(), 1.0)
+        refusals.count(Peer(user="ana", pid=100 + number, program="curl"), WRONG_MODEL, 1.0)
+        refusals.count(Peer(key="k", address=f"10.0.0.7:{4000 + number}"), WRONG_MODEL, 1.0)
     clients = {(each.client, each.number) for each in refusals.frames(1.0)}
     assert clients == {("curl 119", 20), ("10.0.0.7:4019", 20)}
 

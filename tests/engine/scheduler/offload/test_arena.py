@@ -18,7 +18,6 @@ from engine.scheduler.offload.records import SlabHead
 from engine.scheduler.offload.staged_disk import StagedDisk, num_slots_for
 from engine.scheduler.offload.stores import URGENT_BYTES
 from engine.wire.messages import Copied, Copy
-from tests.worlds.router_world import walk
 from tests.worlds.tiered_world import ARMS, TieredWorld, TokenDisk, walk_beside_a_failing_disk
 
 NUM_BLOCKS = 40
@@ -109,15 +108,7 @@ def test_a_victim_goes_to_the_disk_where_the_arena_does_not_pay():
 def test_a_long_random_walk_over_pool_and_tiers_loses_nothing(arm, seed, has_disk):
     rng = random.Random(seed)
     world = ArenaWorld(arm, has_disk=has_disk, num_blocks=(26, 33)[seed % 2], num_slots=2)
-    step = world.step
-
-    def step_and_work(worker):
-        step(worker)
-        world.disk.error = "it is broken" if rng.random() < 0.05 else None
-        world.work()
-
-    world.step, world.jobs_per_tick = step_and_work, 1
-    walk(world, rng)
+    walk_beside_a_failing_disk(world, rng)
     assert world.dram.counts.stored_blocks or world.dram.counts.failed_stores
 
 

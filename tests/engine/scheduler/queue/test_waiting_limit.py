@@ -169,12 +169,12 @@ def test_a_queue_that_stands_still_sends_clients_further_away():
     assert pace.retry_ms(20) > 2 * before
 
 
-def paced(limit=1000, held=None, per_s=2.0):
-    """A room that something has been leaving at a pace, with what each owner has waiting."""
-    room = WaitingLimit("sequences", limit)
+def paced(held=None):
+    """A room that two have been leaving each second, with what each owner has waiting."""
+    room = WaitingLimit("sequences", 1000)
     room.pace.advance(0, is_waited=False)
     room.pace.advance(10_000_000_000, is_waited=True)
-    room.pace.count(room.pace._waited_s * per_s)
+    room.pace.count(room.pace._waited_s * 2.0)
     for owner, amount in (held or {}).items():
         room.enter(owner, amount)
     return room

@@ -17,6 +17,7 @@ from engine.scheduler.sequences.sequence import On, Phase, RouteStage, Sequence,
 from engine.wire.messages import CoresUsed, SequenceStep, Stepped
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
+from tests.worlds.fake_workers import sequence_step
 
 PLACES = make_topology(["prefill"], ["decode"], "alias")
 MOVE = Pair("prefill", "decode")
@@ -55,29 +56,14 @@ class Machine:
             self.steps(worker, num_prefill_tokens=num_prefill_tokens, ms=ms, batch=size)
 
     def steps(self, worker, *, num_prefill_tokens, ms, batch):
-        entries = [entry(200, 1) for _ in range(batch)]
+        entries = [sequence_step(200, 1) for _ in range(batch)]
         if num_prefill_tokens:
-            entries.append(entry(num_prefill_tokens, num_prefill_tokens))
+            entries.append(sequence_step(num_prefill_tokens, num_prefill_tokens))
         for _ in range(10):
             end_ns = int(self.now_s * 1e9)
             step = Stepped(end_ns - int(ms * 1e6), end_ns, num_prefill_tokens, batch, entries)
             self.roles.stepped(worker, step)
         self.roles.learn()
-
-
-def entry(num_computed_tokens, num_scheduled_tokens):
-    return SequenceStep(
-        1,
-        1,
-        num_computed_tokens,
-        [],
-        [],
-        None,
-        None,
-        num_scheduled_tokens,
-        0,
-        num_scheduled_tokens == 1,
-    )
 
 
 def sequence(worker=None, phase=Phase.DECODING, num_prompt_tokens=200):
@@ -172,7 +158,7 @@ def test_steps_that_something_else_held_up_are_not_learnt_from():
     end_ns = int(machine.now_s * 1e9)
     for is_disturbed in (True, False):
         for _ in range(5):
-            step = Stepped(end_ns - 10_000_000, end_ns, 0, 1, [entry(100, 1)])
+            step = Stepped(end_ns - 10_000_000, end_ns, 0, 1, [sequence_step(100, 1)])
             machine.roles.stepped("decode", step)
         machine.roles.learn(is_disturbed=is_disturbed)
         assert (machine.roles.slowest_ms("decode", load) is None) == is_disturbed

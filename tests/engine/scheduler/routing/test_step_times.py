@@ -13,7 +13,7 @@ from engine.scheduler.routing.step_times import (
     depth_class,
     size_class,
 )
-from engine.wire.messages import SequenceStep
+from tests.worlds.fake_workers import sequence_step
 
 
 def truth_ms(load):
@@ -205,21 +205,8 @@ def test_whatever_was_seen_predictions_are_positive_and_grow_with_the_step(seen,
         assert 0 < low_ms <= high_ms * (1 + 1e-9) < float("inf")
 
 
-def entry(num_computed_tokens, num_scheduled_tokens):
-    return SequenceStep(
-        1,
-        1,
-        num_computed_tokens,
-        [],
-        [],
-        None,
-        None,
-        num_scheduled_tokens,
-        0,
-        num_scheduled_tokens == 1,
-    )
-
-
 def test_a_step_says_what_it_computed():
-    load = StepLoad.of([entry(100, 1), entry(41, 1), entry(300, 100), entry(7, 0)])
+    load = StepLoad.of(
+        [sequence_step(100, 1), sequence_step(41, 1), sequence_step(300, 100), sequence_step(7, 0)]
+    )
     assert load == StepLoad(100, 100 * 250.0, 2, 141)
