@@ -44,7 +44,7 @@ def announcement(
         measuring: what is measured while idle; None: nothing to say.
         is_elastic_static: elastic roles act as static ones on this machine.
         addresses: where clients find it.
-        is_found: they look at the first of them of themselves.
+        is_found: they find the first of these without an option.
         texts: what each model of whole texts beside it makes.
         command: what starts a client in a shell.
     """

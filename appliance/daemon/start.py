@@ -194,7 +194,7 @@ class _Daemon:
         passed: PassedSockets,
         stacks_fd: int,
     ) -> None:
-        """Take what was decided; without a place for it the model is downloaded first."""
+        """Take what check() decided; `placed` is None if the model is to be downloaded first."""
         self._config = config
         self._load_config = load_config
         self._placed = placed
@@ -293,7 +293,7 @@ class _Daemon:
             await asyncio.sleep(LOG_RETRY_S)
 
     async def _close_log(self, _: object, error: BaseException | None, __: object) -> None:
-        """Say why this run ends, if that is an error which the next start need not guess at."""
+        """Close the log; an error that ends this run is written there for the next start."""
         if isinstance(error, PenstockError):
             self._request_log.event("error", "daemon.failed", str(error))
             self._request_log.end_run("error")
@@ -430,7 +430,7 @@ class _Daemon:
 
     @property
     def _survived(self) -> SurvivedFrame | None:
-        """The end of the daemon before, if it did not stop for good."""
+        """Return how the daemon before ended; None: it stopped for good, or there was none."""
         crash, number = self._request_log.crash, len(self._kept_frames())
         if crash is not None:
             how = self.last_end if self.last_end.startswith("SIG") else "crash"
@@ -476,7 +476,7 @@ class _Daemon:
         (self._drain if self._num_signals == 1 else self._stop_now).set()
 
     def _on_restart(self) -> None:
-        """Hand over to a new daemon, unless this one is starting, stopping or at it."""
+        """Hand over to a new daemon, unless this one is starting, stopping or handing over."""
         is_at_it = self._restarting is not None and not self._restarting.done()
         if self._is_ready and not self._num_signals and not is_at_it:
             self._restarting = asyncio.create_task(self._hand_over())

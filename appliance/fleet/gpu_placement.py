@@ -191,7 +191,7 @@ def place_on_gpu(
 ) -> Placement:
     """Place one worker, or two that share the GPU's memory; blocks are counted when they are made.
 
-    A block is as large as the attention wants it that the machine gets. Two workers with the `shm`
+    A block is as large as the chosen attention backend wants it. Two workers with the `shm`
     transport share nothing but the staging buffer. `why` says what has been measured, or is to be.
 
     Raises:

@@ -20,7 +20,7 @@ from engine.scheduler.router import Router
 from engine.wire.messages import Command, CoresUsed, Report, StepsMeasured
 
 QUIET_S = 1.0
-"""Without a request, before something is measured."""
+"""Seconds without a request before something is measured."""
 LOOK_S = 0.25
 SAVE_INTERVAL_S = 10.0
 _ANNOUNCED = FactKey("measuring_announced")
@@ -101,7 +101,7 @@ class Measuring:
         }
 
     def allow_again(self) -> None:
-        """Measure for as long once more, also on a busy machine or where it is switched off."""
+        """Allow as much measuring again, also on a busy machine or where it is switched off."""
         self._is_on = self._is_asked_for = True
         self._measurer.work_ms = 0.0
 

@@ -136,7 +136,7 @@ class ProfileStore:
             db.executemany(f"INSERT OR REPLACE INTO facts VALUES ({', '.join('?' * 14)})", rows)
 
     def clear(self) -> int:
-        """Forget all facts; how many there were, 0 of a file that cannot be read.
+        """Forget all facts; return how many there were, 0 if the file cannot be read.
 
         Raises:
             ProfileUnusable: the file cannot be deleted.

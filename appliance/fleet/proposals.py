@@ -69,7 +69,7 @@ def check_copies(
 
 
 def _layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | PanelsLayout | None:
-    """Return how cores have the weights in memory; None: as the files do."""
+    """Return the layout of the weights in the host's memory; None: the files' own."""
     panels = panels_layout(checkpoint, dtype) if has_kernels() else None
     return panels or weights_layout(checkpoint, dtype, can_widen=has_kernels())
 

@@ -48,7 +48,7 @@ class GroupFds:
 
 
 def when_ended(process: subprocess.Popen[bytes], call: Callable[[], None]) -> Callable[[], None]:
-    """Call once when a process ends, on the running loop; return what gives up waiting for it."""
+    """Call back once on the running loop when a process ends; return what stops the waiting."""
     loop, fd = asyncio.get_running_loop(), os.pidfd_open(process.pid)
 
     def ended() -> None:

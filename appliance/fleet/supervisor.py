@@ -101,7 +101,7 @@ class Supervisor:
         stacks_fd: int | None = None,
         behind: Collection[str] = (),
     ) -> None:
-        """Make its workers, without processes.
+        """Make the states of its workers, without processes.
 
         Args:
             behind: workers that do not decode, and so leave a raised priority to others.
@@ -397,7 +397,7 @@ class Supervisor:
             stop_watching()
 
     def _watch_others(self, worker: WorkerState) -> Callable[[], None]:
-        """Watch a group's processes besides the first; return what gives that up."""
+        """Watch a group's processes besides the first; return what ends the watch."""
         watches = ExitStack()
         for rank, process in enumerate(worker.others, 1):
             ended = functools.partial(self._other_ended, worker, rank)

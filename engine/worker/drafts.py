@@ -92,7 +92,7 @@ class TextIndex:
 
 
 def _num_equal(text: list[int], end: int, last: list[int]) -> int:
-    """Count the tokens before `end` that are the last ones, of which the nearest two are."""
+    """Count the tokens before `end` that equal the last ones; the nearest two are known to."""
     most, length = min(end, len(last), _MAX_MATCH), MIN_MATCH
     while length < most and text[end - length - 1] == last[-length - 1]:
         length += 1

@@ -89,7 +89,7 @@ def start(
     progress: Progress,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> Started:
-    """Everything up to Ready, which the caller sends; `heartbeat` is called after long parts of it.
+    """Do all up to Ready, which the caller sends; `heartbeat` is called after long parts of it.
 
     Raises:
         WorkerFailed: the GPU has no memory for a pool, or another's memory could not be mapped.

@@ -36,7 +36,7 @@ class Speculation:
         """The kind of that step; None: its time says nothing about guesses."""
         self._num_drafted = 0
         self._awaited: dict[int, tuple[Candidate, int]] = {}
-        """What a step is waited for to see: by sequence, the token that was guessed of it."""
+        """Guesses by sequence, each with the token that the awaited step must yield."""
 
     def draft(self, planned: Planned, num_cores: int) -> None:
         """Set the drafts of a step about to be launched."""

@@ -47,7 +47,7 @@ PROGRAM = python_command("-m", "appliance.hub.download")
 FRAME_S = 1.0
 LOG_S = 5.0
 EXTEND_US = 60_000_000
-"""More time that systemd is asked for, again and again, while bytes come."""
+"""Time that systemd is asked to add to the start while bytes come."""
 
 
 class Fetching:
@@ -102,7 +102,7 @@ class Fetching:
         log.info("downloaded %s in %.1f s", name, time.monotonic() - started_s)
 
     async def has_fetched(self, *, unless: asyncio.Event) -> bool:
-        """Download all; False if something else came first.
+        """Download all; False if `unless` was set first.
 
         Raises:
             PenstockError: as run().

@@ -67,7 +67,7 @@ class ModelInService:
         self._kept_off: Placement | None = None
         """The workers whose cores are left to decode."""
         self._kept_proofs: set[str] = set()
-        """Their keys."""
+        """Keys of the proofs that this daemon has written down."""
 
     def start(self, plan: BootPlan) -> None:
         """Spawn the workers of a plan, and make their router."""
@@ -161,7 +161,7 @@ class ModelInService:
                 silence_s *= 2
 
     def loaded(self) -> LoadedModel:
-        """Return the served model with what another model replaces."""
+        """Return the served model with all its parts that a swap replaces."""
         return LoadedModel(
             self.plan,
             self.router,

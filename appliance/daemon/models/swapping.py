@@ -51,7 +51,7 @@ class Swapping:
         served: ModelInService,
         residents: Residents,
     ) -> None:
-        """Serve what is served.
+        """Begin with the model that is served.
 
         Args:
             config: the settings as they are; a reload changes some.
@@ -199,7 +199,7 @@ class Swapping:
         return None
 
     async def _return_to(self, name: str, tokenizer: Tokenizer) -> None:
-        """Serve the model that was there before: it did, so what ended it now may be over soon."""
+        """Serve the earlier model again; it ran before, so what hinders it may soon be over."""
         for wait_s in BACK_AFTER_S:
             try:
                 await self._serve(name, tokenizer, keeps_served=False)

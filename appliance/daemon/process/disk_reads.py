@@ -34,7 +34,7 @@ class _Begun(NamedTuple):
 
     thread: int
     task: int
-    """The kernel's number of it."""
+    """The kernel's number of the thread."""
     clock: int
 
     @classmethod

@@ -24,7 +24,7 @@ FILES_PER_SOCKET = 16
 
 
 def raise_limit(wanted: int) -> str | None:
-    """Raise the soft limit as far as it goes; what is to be said if connections do not fit in it.
+    """Raise the soft limit as far as it goes; return a warning if connections do not fit in it.
 
     Args:
         wanted: connections, as the settings allow them.
@@ -115,7 +115,7 @@ class SpareDescriptors:
 OWN_PAGES_BYTES = 64 << 10
 """Minimum size of a buffer with pages of its own, independent of earlier frees."""
 KEPT_BYTES = 128 << 10
-"""Free at the heap's end; what is more goes back."""
+"""Free bytes kept at the heap's end; the system gets back what is more."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 
 

@@ -19,7 +19,7 @@ from engine.printable import printable
 _ERROR, _WARNING, _INFO, _DEBUG = 3, 4, 6, 7
 """Priorities of syslog(3)."""
 PREFIX = "penstock: "
-"""Where there is no journal, which names the unit by itself."""
+"""Begins a line where there is no journal, which names the unit by itself."""
 
 
 def own_command() -> str:

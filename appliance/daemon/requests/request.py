@@ -174,7 +174,7 @@ class Request:
     cancelled_by: str | None = None
     """HUNG_UP, FAILED, `drain`, or the name of the peer that asked for it."""
     swap_wait_ms: float = 0.0
-    """Until its model was there; it counts as time in the queue."""
+    """Its wait until its model was served; it counts as time in the queue."""
     asked_max_tokens: int | None = None
     """Its limit, where that was cut to the room left; None: it was not."""
     message_changes: tuple[str, ...] = ()
@@ -193,7 +193,7 @@ class Request:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of its prompts, each counted once, also where it has several answers."""
+        """Tokens of its prompts, each counted once, also where it has several answers."""
         prompts = {id(one.prompt_token_ids): one.num_prompt_tokens for one in self.sequences}
         return sum(prompts.values())
 

@@ -14,7 +14,7 @@ from engine.scheduler.sequences.sequence import Sequence
 from engine.wire.finish_reason import FinishReason
 
 COMPUTED = "computed"
-"""How one ends that has had its vectors or scores."""
+"""The finish reason of a request that has had its vectors or scores."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ class TextRequest:
     """It ended by an error that is not its client's own."""
     finished_ns: int | None = None
     sequences: tuple[Sequence, ...] = ()
-    """None: texts are computed whole."""
+    """Always empty: texts are computed whole."""
 
     @property
     def finish_reason(self) -> str | None:

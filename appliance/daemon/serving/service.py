@@ -150,7 +150,7 @@ class Service:
         self.texts.serve(plan.texts, workers, GPU_STEP_TOKENS if has_gpu else STEP_TOKENS)
 
     def _begin_texts(self) -> None:
-        """Raise Unavailable if no texts are taken now; end what is measured otherwise."""
+        """Raise Unavailable if no texts are taken now; else end the measuring of idle times."""
         self.check_available()
         if self._measuring is not None:
             self._measuring.stop()
@@ -207,7 +207,7 @@ class Service:
         self._serve_texts(plan)
 
     def begin(self, measuring: Measuring) -> None:
-        """Take requests from now on; what is measured while there are none ends for each."""
+        """Take requests from now on; each ends what is measured while there are none."""
         self.availability.is_preparing = False
         self._measuring = self._frames.measuring = measuring
         self._telemetry.windows.begin_model(time.monotonic_ns())
@@ -234,7 +234,7 @@ class Service:
         return self.availability.degraded_reason or keeper_problem()
 
     async def rekey(self, config: ServeConfig, plan: BootPlan) -> None:
-        """Keep a prefix cache of this model, by what its hashes are made with, if it is on."""
+        """Make the hasher of this model's prefix cache; None where the cache is off."""
         what, tell = f"the disk of {plan.model_id}", partial(self.event, "warning", "model.slow")
         self.hasher = await read_in_thread(what, partial(make_hasher, config, plan), tell)
 
@@ -244,7 +244,7 @@ class Service:
         return self._last_seq_id
 
     def submit(self, request: Request) -> None:
-        """Accept it whole, or raise and keep nothing."""
+        """Accept a request whole, or raise and keep nothing."""
         self.check_available()
         if self._measuring is not None:
             self._measuring.stop()

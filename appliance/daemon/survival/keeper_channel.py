@@ -224,7 +224,7 @@ def _close(message: _Message) -> None:
 
 
 _CHANNELS: dict[tuple[str | None, ...], KeeperChannel] = {}
-"""The one of this process, by what it was opened with."""
+"""This process's channel, by the variables that it was opened with."""
 
 
 def _channel() -> KeeperChannel:

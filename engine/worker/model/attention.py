@@ -395,7 +395,7 @@ def _fused_attention(
     *,
     is_causal: bool,
 ) -> torch.Tensor:
-    """Attention by one of torch's kernels, in a form that the memory-efficient one takes.
+    """Attend by one of torch's kernels, in a form that the memory-efficient one takes.
 
     q is [num_sequences, num_heads, num_queries, head_dim], keys and values have fewer heads. With
     enable_gqa and a mask torch has no kernel on a GPU but one that copies keys and writes down all
@@ -446,7 +446,7 @@ def _plain_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with bent scores or sinks, which torch's fused kernels do not know.
+    """Attend with bent scores or sinks, which torch's fused kernels do not know.
 
     q is [num_sequences, num_heads, num_queries, head_dim], keys and values have fewer heads: the
     queries of the heads that share them are laid end to end, so that no key is copied.

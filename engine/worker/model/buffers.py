@@ -15,7 +15,7 @@ Take = Callable[[str, int, int, torch.dtype], torch.Tensor]
 
 
 def fresh(_kind: str, num_tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of its own for each result."""
+    """Allocate memory of its own for each result."""
     return torch.empty(num_tokens, width, dtype=dtype)
 
 

@@ -29,7 +29,7 @@ from engine.worker.model.records import RecordBlocks
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 """What the kernels read and write."""
 _KV_TYPES = {**ELEMENT_TYPES, torch.int8: INT8}
-"""And in a pool."""
+"""What they read and write in a pool."""
 
 
 def find_kernels(
@@ -403,7 +403,7 @@ class StepExtras(NamedTuple):
 NO_EXTRAS = StepExtras()
 
 Layers = Callable[[torch.Tensor, torch.Tensor, CompiledPlan, StepExtras], torch.Tensor | None]
-"""Change x [num_tokens, dim] in place, over the pool; what is still to be added comes back."""
+"""Changes x [num_tokens, dim] in place, over the pool; returns what is still to be added."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class CudaPlan:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What launches are cut to."""
+    """The limits of a device that launches must fit."""
 
     num_processors: int
     shared_bytes: int

@@ -2,7 +2,7 @@
 
 Every layer is two blocks, and each adds to the stream of tokens what it makes of it:
 x += scale * norm(block(norm(x))), with those norms that the family has. What else the families
-differ in is read from ModelConfig when a layer is built; a step only finds it done.
+differ in is read from ModelConfig when a layer is built, and by no step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.worker.model.weight import Weight
 
 
 class LayerPool(NamedTuple):
-    """The pool as layers of one kind see it: where theirs is narrower, as more, narrower layers."""
+    """The pool as layers of one kind see it: a wide layer is several of their narrow ones."""
 
     kv: torch.Tensor
     plan: Any

@@ -107,7 +107,7 @@ def joined_rows(parts: Sequence[Parts]) -> Parts:
 
 
 def parts_of(blocks: torch.Tensor, kind: str) -> Parts:
-    """Codes and scales of rows of blocks.
+    """Read the codes and scales of rows of blocks.
 
     Args:
         blocks: uint8 [num_rows, bytes of a row].
@@ -425,7 +425,7 @@ class SeparateMatrix:
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes in words of 32 bits, the lowest first: [..., n] to [..., n, codes of a word]."""
+    """Unpack codes of 32-bit words, the lowest first: [..., n] to [..., n, codes of a word]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).short()
 

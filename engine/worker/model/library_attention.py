@@ -45,7 +45,7 @@ class PagedAttention(Protocol):
 
 
 def flash_attention(attend: _Function | None = None) -> PagedAttention:
-    """Attention by flash-attn 2.
+    """Make attention by flash-attn 2.
 
     Args:
         attend: in place of its flash_attn_varlen_func.
@@ -58,7 +58,7 @@ def flash_attention(attend: _Function | None = None) -> PagedAttention:
 
 
 def torch_varlen_attention(attend: _Function | None = None) -> PagedAttention:
-    """Attention by torch.nn.attention.varlen.
+    """Make attention by torch.nn.attention.varlen.
 
     Left alone it cuts keys into parts, and joins them as if all sequences lay in the first: the
     rows of the others stay what the memory held. One sequence is joined rightly, as are single
@@ -82,7 +82,7 @@ def _by(
     *,
     is_causal: bool,
 ) -> PagedAttention:
-    """Attention by a library's function: what both take alike, and what each has of its own."""
+    """Make attention by a library's function; `own` makes the arguments that only it takes."""
 
     def attend(
         q: torch.Tensor,

@@ -37,7 +37,7 @@ class Linear(Protocol):
     """[num_tokens, inputs] to [num_tokens, outputs of all its projections, side by side]."""
 
     def __call__(self, x: torch.Tensor, num_few: int | None = None) -> torch.Tensor:
-        """Multiply; the first num_few rows are few, as StepBatch counts them; None: all are."""
+        """Multiply; the first num_few rows are what StepBatch counts as few; None: all are."""
 
 
 _KERNEL_SCHEMES = {

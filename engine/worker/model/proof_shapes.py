@@ -26,7 +26,7 @@ _MANY = 512
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What a layer's attention is cut by."""
+    """The heads of a layer, by which the work of its attention is cut."""
 
     num_heads: int
     num_kv_heads: int

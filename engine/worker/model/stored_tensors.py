@@ -97,7 +97,7 @@ class Stored:
 
     @property
     def values(self) -> torch.Tensor:
-        """The bytes as what they are, in place; only where they are values in order."""
+        """The bytes viewed as values, in place; only where they are values in order."""
         dtype = getattr(torch, self.info.dtype)
         # only on the way into an arena: weights_layout never maps such a file for serving
         data = self._data if self.info.start % dtype.itemsize == 0 else self._data.clone()
@@ -109,7 +109,7 @@ class Stored:
         return self._data.view(self.num_rows, -1)
 
     def rows(self, first: int, end: int) -> torch.Tensor:
-        """Values [end - first, depth] of rows [first, end); of a vector, a value is a row."""
+        """Read values [end - first, depth] of rows [first, end); of a vector, a value is a row."""
         if self.info.is_quantised:
             values = self._parts(first, end, None).values()
         else:
@@ -149,7 +149,7 @@ class Stored:
         return parts_of(blocks, self.info.dtype)
 
     def _stored_rows(self, first: int, end: int) -> torch.Tensor:
-        """uint8 [end - first, bytes of a row], in the order in which the model wants them."""
+        """Read uint8 [end - first, bytes of a row], in the order in which the model wants them."""
         if self.info.strides is not None:
             return self._strided_rows(first, end)
         stored = self._data.view(self.num_rows, -1)
@@ -160,7 +160,7 @@ class Stored:
         return rows if self.info.start % item_bytes == 0 else rows.clone()
 
     def _wanted(self, first: int, end: int) -> torch.Tensor:
-        """Numbers of the stored rows that the model wants as its rows [first, end)."""
+        """Number the stored rows that the model wants as its rows [first, end)."""
         if self.info.row_runs:
             runs = [torch.arange(start, start + count) for start, count in self.info.row_runs]
             return torch.cat(runs)[first:end]
@@ -212,7 +212,7 @@ class StoredPart:
         self.depth = sum(end - first for first, end in columns or [(0, stored.depth)])
 
     def rows(self, first: int, end: int) -> torch.Tensor:
-        """Values of rows [first, end), as Stored's; a view of the file where they lie there."""
+        """Read rows [first, end), as Stored's; a view of the file where they lie there."""
         found = [self._stored.rows(*run) for run in self._within(first, end)]
         rows = found[0] if len(found) == 1 else torch.cat(found)
         if self._columns is None:

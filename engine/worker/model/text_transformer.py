@@ -168,7 +168,7 @@ def part_rows(config: TextModelConfig) -> int:
 
 
 class _Makes:
-    """Makes the parts of a model of its weights."""
+    """Make the parts of a model from its weights."""
 
     def __init__(
         self, config: TextModelConfig, weights: Weights, linears: Linears, dtype: torch.dtype

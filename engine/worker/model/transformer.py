@@ -253,7 +253,7 @@ class Transformer:
         extras: StepExtras,
         stops: Callable[[int, int], bool] | None = None,
     ) -> torch.Tensor | None:
-        """Change x in place; what is still to be added to it comes back."""
+        """Run the layers over x in place; return what is still to be added to it."""
         num_few = plan.num_few if isinstance(plan, CompiledPlan) else len(x)
         step, added = StepInputs(x, kv, plan, num_few, self._pools(kv, plan), *extras), None
         for number, branch in enumerate(self._branches, 1):

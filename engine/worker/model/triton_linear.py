@@ -75,7 +75,7 @@ class Fp8Rows:
 
 
 def rounded_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs [num_tokens, depth] as E4M3, and a scale for each token, float32 [num_tokens, 1].
+    """Round inputs [num_tokens, depth] to E4M3; a scale for each token, float32 [num_tokens, 1].
 
     The scale is the token's largest magnitude over the largest of the format's, 448.
     """
@@ -87,7 +87,7 @@ def rounded_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def multiply(
     out: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, column: int
 ) -> None:
-    """X [num_tokens, depth] times a matrix in panels, to columns of out from `column` on.
+    """Multiply x [num_tokens, depth] by a matrix in panels, to columns of out from `column` on.
 
     Args:
         out: [num_tokens, columns], of x's dtype.
@@ -130,7 +130,7 @@ def multiply(
 
 
 def rounded_inputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """X [num_tokens, depth] as int8 and a scale for each token, float32 [num_tokens].
+    """Round x [num_tokens, depth] to int8 with a scale for each token, float32 [num_tokens].
 
     The scale is the token's largest magnitude over 127; codes are the nearest, ties to even.
     """
@@ -159,7 +159,7 @@ def _unpacked(
     words, codes, there, rows_at, group, is_row,
     CODE_BITS: tl.constexpr, GROUP: tl.constexpr, PANEL_ROWS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a group, int32 [GROUP, ROWS]: bytes with a sign, or fewer bits from 0 on."""
+    """Unpack codes of a group, int32 [GROUP, ROWS]: bytes with a sign, or fewer bits from 0 on."""
     values = tl.arange(0, GROUP)
     if CODE_BITS == 8:
         places = there[None, :] + group + values[:, None] * PANEL_ROWS + rows_at[None, :]
@@ -195,7 +195,7 @@ def _small_floats(codes, IS_FLOAT4: tl.constexpr):
 
 @triton.jit
 def _sixes(words, head, rows_at, number, is_row, PANEL_ROWS: tl.constexpr):
-    """Scales and minimums of group `number` of eight, integers of six bits; as in forms.h."""
+    """Read scales and minimums of group `number` of eight, integers of six bits; as in forms.h."""
     at = (head + 4 * PANEL_ROWS) // 4 + rows_at
     low = tl.load(words + at, mask=is_row, other=0)
     middle = tl.load(words + at + PANEL_ROWS, mask=is_row, other=0)
@@ -215,7 +215,7 @@ def _scales(
     SCALE: tl.constexpr, SCALE_BYTES: tl.constexpr, HAS_MINIMUM: tl.constexpr,
     PANEL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Scales and minimums of a group's rows, float32 [ROWS]; they are at `at`, or in the head."""
+    """Read scales and minimums of rows, float32 [ROWS]; they are at `at`, or in the head."""
     minimum = tl.zeros_like(rows_at).to(tl.float32)
     if SCALE == 2:
         scale, minimum = _sixes(words, head, rows_at, number, is_row, PANEL_ROWS)

@@ -80,7 +80,7 @@ class Weight:
 
     @classmethod
     def plain(cls, data: torch.Tensor) -> Weight:
-        """Values as they are; the scheme is named after their dtype."""
+        """Hold values as they are; the scheme is named after their dtype."""
         return cls(data, None, str(data.dtype).removeprefix("torch."), tuple(data.shape))
 
     @property
@@ -275,7 +275,7 @@ def pack_panels(
 
 
 def panels_of(parts: Parts, form: Form) -> torch.Tensor:
-    """Rows in parts as the kernels read them, uint8 [panels, bytes of a panel]."""
+    """Lay out rows in parts as the kernels read them, uint8 [panels, bytes of a panel]."""
     num_rows, depth = parts.codes.shape
     missing = -num_rows % PANEL_ROWS  # rows of the last panel: zeros; their products are unused
     codes = F.pad(parts.codes.view(torch.uint8), (0, -depth % form.group, 0, missing))
@@ -315,7 +315,7 @@ def panels_of(parts: Parts, form: Form) -> torch.Tensor:
 
 
 def _fp8_rows(parts: Parts) -> torch.Tensor:
-    """Rows of codes with a scale behind each, uint8 [panels, bytes of a panel]."""
+    """Lay out rows of codes with a scale behind each, uint8 [panels, bytes of a panel]."""
     codes, scales = parts.codes.view(torch.uint8), parts.scales[:, 0]
     filler = codes.new_zeros(len(codes), FP8_ROW_END_BYTES - scales.shape[1])
     rows = torch.cat((codes, scales, filler), -1)
@@ -323,7 +323,7 @@ def _fp8_rows(parts: Parts) -> torch.Tensor:
 
 
 def embedded(weight: Weight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of a matrix, [ids, depth], in `dtype`, whether it is plain or in blocks."""
+    """Look up rows of a matrix, [ids, depth], in `dtype`, whether it is plain or in blocks."""
     if weight.scheme in PLAIN:
         return F.embedding(ids, weight.values).to(dtype)
     kind = weight.scheme.removesuffix("_rows")

@@ -108,7 +108,7 @@ def quantised_weights(
     share: tuple[int, int] | None,
     progress: Progress,
 ) -> dict[str, Weight]:
-    """Matrices in panels, rows that are looked up as the file has them, the rest in `dtype`.
+    """Load matrices in panels, rows to look up as the file has them, the rest in `dtype`.
 
     Args:
         checkpoint: where the stored tensors lie.
