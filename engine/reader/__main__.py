@@ -30,17 +30,7 @@ from engine.reader.limits import (
     limit_memory,
     limit_memory_of_text,
 )
-from engine.text.answers import (
-    CHAT,
-    FORKED,
-    HERE,
-    LONG_TEXT,
-    MODEL,
-    TEXT,
-    YIELDING,
-    Answer,
-    send_answer,
-)
+from engine.text.answers import Answer, How, send_answer
 from engine.text.grammar import json_grammar, validate
 
 MEMORY_BYTES = 1 << 30
@@ -138,9 +128,9 @@ class Forks:
                 if not fds:
                     return
                 sockets = [socket.socket(fileno=each) for each in fds]
-                if kind == HERE:
+                if kind == How.HERE:
                     _do_here(sockets[0], kind)
-                elif kind == TEXT:
+                elif kind == How.TEXT:
                     self._pass_on(sockets[0])
                 else:
                     self._fork(sockets, kind)
@@ -154,7 +144,7 @@ class Forks:
                 self._forget()
                 job.close()
                 os.close(ended)
-                _do_each(theirs, TEXT)
+                _do_each(theirs, How.TEXT)
                 os._exit(os.EX_OK)
             os.close(held)
             theirs.close()
@@ -166,7 +156,7 @@ class Forks:
             each.close()
         last[:] = [job]
         with contextlib.suppress(OSError):  # it has just ended, and is seen to next
-            socket.send_fds(self._texts, [TEXT], [job.fileno()])
+            socket.send_fds(self._texts, [How.TEXT], [job.fileno()])
 
     def _fork(self, sockets: list[socket.socket], kind: bytes) -> None:
         job = sockets[0]
@@ -181,16 +171,16 @@ class Forks:
                 each.close()
             return
         if pid == 0:
-            if kind == MODEL:
+            if kind == How.MODEL:
                 self._read_model(*sockets)
-            elif kind == CHAT:
+            elif kind == How.CHAT:
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 self._forget()
-                _do_each(sockets[1], CHAT)
+                _do_each(sockets[1], How.CHAT)
             else:
-                if kind in (LONG_TEXT, FORKED):  # it is waited for as long as it computes
+                if kind in (How.LONG_TEXT, How.FORKED):  # it is waited for as long as it computes
                     _tell(job, Answer.BEGUN, str(os.getpid()))
-                if kind != LONG_TEXT:
+                if kind != How.LONG_TEXT:
                     os.nice(FORK_NICE)
                     resource.setrlimit(resource.RLIMIT_AS, (FORK_MEMORY_BYTES, FORK_MEMORY_BYTES))
                 _limited(job, kind)
@@ -211,7 +201,7 @@ class Forks:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         _tell(job, Answer.BEGUN, str(os.getpid()))
         gc.disable()  # it would look at all that a header holds again and again
-        if _limited(job, MODEL) == Answer.DONE and kept is not None:
+        if _limited(job, How.MODEL) == Answer.DONE and kept is not None:
             job.close()
             self._forget()
             _keep_small(TEXTS_TRIM_BYTES, TEXTS_OWN_PAGES_BYTES)
@@ -271,9 +261,9 @@ def _do_here(job: socket.socket, kind: bytes) -> None:
 def _limited(job: socket.socket, kind: bytes) -> Answer:
     """Do a job; the kernel ends this process when it has computed for so long."""
     body = b"".join(iter(lambda: job.recv(1 << 20), b""))
-    if kind == YIELDING and len(body) > SHORT_BYTES:
+    if kind == How.YIELDING and len(body) > SHORT_BYTES:
         _yield_cores()
-    elif kind == YIELDING:
+    elif kind == How.YIELDING:
         signal.signal(signal.SIGVTALRM, _yield_cores)
         signal.setitimer(signal.ITIMER_VIRTUAL, SHORT_CPU_S)
     signal.setitimer(signal.ITIMER_PROF, _cpu_s(kind, len(body)))
@@ -282,11 +272,11 @@ def _limited(job: socket.socket, kind: bytes) -> Answer:
     except EOFError:  # given up before all of it was sent
         os._exit(os.EX_OK)
     try:
-        if kind == MODEL:
+        if kind == How.MODEL:
             limit_memory(BYTES_PER_TOKENIZER_BYTE if name == "tokenizer" else BYTES_PER_BYTE)
-        elif kind in (TEXT, LONG_TEXT):
+        elif kind in (How.TEXT, How.LONG_TEXT):
             limit_memory_of_text(len(body))
-        elif kind == CHAT:
+        elif kind == How.CHAT:
             with contextlib.suppress(Exception):  # raised again when it is used
                 compiled(args[0])  # by a new process, which is not the chat's doing
             signal.setitimer(signal.ITIMER_PROF, CHAT_CPU_S)
@@ -298,7 +288,7 @@ def _limited(job: socket.socket, kind: bytes) -> Answer:
         _report(error)
         os._exit(FAILED)
     signal.setitimer(signal.ITIMER_PROF, 0)
-    if answer == Answer.OVERRAN and kind in (TEXT, CHAT):
+    if answer == Answer.OVERRAN and kind in (How.TEXT, How.CHAT):
         # tells it, once no other job can come to this process
         signal.raise_signal(signal.SIGPROF if result == "time" else signal.SIGABRT)
     _tell(job, answer, result)
@@ -306,11 +296,11 @@ def _limited(job: socket.socket, kind: bytes) -> Answer:
 
 
 def _cpu_s(kind: bytes, num_bytes: int) -> float:
-    if kind == TEXT:
+    if kind == How.TEXT:
         return SHORT_TEXT_CPU_S + num_bytes * SHORT_TEXT_CPU_S_PER_BYTE
-    if kind == LONG_TEXT:
+    if kind == How.LONG_TEXT:
         return TEXT_CPU_S + num_bytes * TEXT_CPU_S_PER_BYTE
-    return {HERE: CPU_S, CHAT: CPU_S, MODEL: MODEL_CPU_S}.get(kind, FORK_CPU_S)
+    return {How.HERE: CPU_S, How.CHAT: CPU_S, How.MODEL: MODEL_CPU_S}.get(kind, FORK_CPU_S)
 
 
 def _answered(name: str, args: tuple[Any, ...]) -> tuple[Answer, str | bytes]:

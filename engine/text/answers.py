@@ -6,15 +6,26 @@ import enum
 import socket
 import struct
 
-HERE, FORKED, YIELDING, MODEL = b"-", b"f", b"y", b"m"
-"""How a job runs: in the process itself, in a fork, or in one that takes no busy core.
-
-Models are read in a fork of its own kind."""
-TEXT, LONG_TEXT = b"t", b"l"
-"""How a text is tokenized: in a fork that does one after another, or in one of its own."""
-CHAT = b"c"
-"""How chats are rendered: in a fork that stays, one after another, each for a short time."""
 _HEAD = struct.Struct("<BI")
+
+
+class How:
+    """How a job runs: in which process."""
+
+    HERE = b"-"
+    """The process itself."""
+    FORKED = b"f"
+    """A fork of its own."""
+    YIELDING = b"y"
+    """A fork that takes no busy core."""
+    MODEL = b"m"
+    """A fork for a model's files, whose disk may hang."""
+    TEXT = b"t"
+    """The fork that tokenizes one text after another."""
+    LONG_TEXT = b"l"
+    """A fork of its own, which tokenizes one long text."""
+    CHAT = b"c"
+    """The fork that renders one chat after another, each for a short time."""
 
 
 class Answer(enum.IntEnum):

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from engine.text.answers import LONG_TEXT, TEXT
+from engine.text.answers import How
 from engine.text.reading import LONGEST_S, READER, UNKNOWN, Ended, Late, ask, asker_here
 
 LONG_BYTES = 1 << 16
@@ -52,15 +52,15 @@ class Encoder:
         """
         body, asker = marshal.dumps((job, args)), asker_here()
         if len(body) > LONG_BYTES:
-            return READER.retried(job, lambda: self._read(job, body, LONG_TEXT))
+            return READER.retried(job, lambda: self._read(job, body, How.LONG_TEXT))
         try:
             with self._one_at_a_time:
-                return READER.retried(job, lambda: self._read(job, body, TEXT))
+                return READER.retried(job, lambda: self._read(job, body, How.TEXT))
         except Late:
             if asker is not None and not asker.is_late:
                 raise
         with self._one_late_at_a_time:  # two would take cores from one step in turns
-            return READER.retried(job, lambda: self._read(job, body, LONG_TEXT))
+            return READER.retried(job, lambda: self._read(job, body, How.LONG_TEXT))
 
     def _read(self, job: str, body: bytes, how: bytes) -> bytes:
         control = self._started()

@@ -27,17 +27,7 @@ from engine.system.priority import lower_priority
 from engine.system.python_child import python_command
 from engine.system.signals import signal_name
 from engine.system.threads import helped_by, is_runnable, process_time_s
-from engine.text.answers import (
-    CHAT,
-    FORKED,
-    HERE,
-    LONG_TEXT,
-    MODEL,
-    TEXT,
-    YIELDING,
-    Answer,
-    receive_answer,
-)
+from engine.text.answers import Answer, How, receive_answer
 
 PROGRAM = python_command("-m", "engine.reader")
 TEXT_JOBS = frozenset(("encode", "encode_each", "spans", "decode"))
@@ -188,17 +178,17 @@ class Reader:
             raise Unreadable("it is nested too deeply") from error
         asker = _HERE.asker
         if job == "takes_tools":
-            return self._in_turn(job, body, HERE)
+            return self._in_turn(job, body, How.HERE)
         try:
             if job == "render" and (asker is None or not asker.is_late):
-                return self._in_turn(job, body, CHAT)
+                return self._in_turn(job, body, How.CHAT)
             if asker is not None and not asker.is_late:
-                return self._done(job, body, YIELDING).decode()
+                return self._done(job, body, How.YIELDING).decode()
         except Late:
             if asker is not None:
                 raise
         with self._one_late_at_a_time:  # two would take cores from one step in turns
-            return self._done(job, body, FORKED).decode()
+            return self._done(job, body, How.FORKED).decode()
 
     def _in_turn(self, job: str, body: bytes, how: bytes) -> str:
         """Do a job when the ones before it are done."""
@@ -218,7 +208,7 @@ class Reader:
             Overran: as read(), or its disk hangs.
             Unavailable: as read().
         """
-        return self._done(job, marshal.dumps((job, (path, *args))), MODEL, kept)
+        return self._done(job, marshal.dumps((job, (path, *args))), How.MODEL, kept)
 
     def _done(self, job: str, body: bytes, how: bytes, kept: socket.socket | None = None) -> bytes:
         return self.retried(job, lambda: self._read(job, body, how, kept))
@@ -255,12 +245,12 @@ class Reader:
         process, control = self.start()
         try:
             with helped_by(process.pid):  # it starts, and forks
-                if how == CHAT:
+                if how == How.CHAT:
                     answer, result = self._ask_chats(control, body)
                 else:
                     answer, result = ask(control, how, body, kept)
         except TimeoutError as error:
-            if how == YIELDING:
+            if how == How.YIELDING:
                 raise Late from error
             process.kill()
             raise Ended(UNKNOWN) from error
@@ -274,7 +264,7 @@ class Reader:
             chats = self._chats = _begin_chats(control)
         channel, end = chats
         try:
-            return ask(channel, CHAT, body)
+            return ask(channel, How.CHAT, body)
         except OSError as error:
             try:
                 if isinstance(error, TimeoutError):
@@ -299,7 +289,7 @@ class Reader:
         if answer == Answer.DONE:
             return result
         text = result.decode()
-        if how in (CHAT, TEXT) and answer == Answer.ENDED and int(text) == -signal.SIGPROF:
+        if how in (How.CHAT, How.TEXT) and answer == Answer.ENDED and int(text) == -signal.SIGPROF:
             raise Late
         match answer:
             case Answer.REFUSED:
@@ -376,9 +366,10 @@ def ask(
         Left: its asker has.
     """
     ours, theirs = socket.socketpair()
-    asker = _HERE.asker if how in (YIELDING, FORKED, LONG_TEXT) else None  # the rest wait in turn
+    is_apart = how in (How.YIELDING, How.FORKED, How.LONG_TEXT)  # the rest wait in turn
+    asker = _HERE.asker if is_apart else None
     with ours, theirs, asker.awaits(ours) if asker else contextlib.nullcontext():
-        ours.settimeout(YIELDING_S if how == YIELDING else LONGEST_S)
+        ours.settimeout(YIELDING_S if how == How.YIELDING else LONGEST_S)
         fds = [theirs.fileno()] if kept is None else [theirs.fileno(), kept.fileno()]
         socket.send_fds(control, [how], fds)
         theirs.close()
@@ -397,7 +388,7 @@ def _begin_chats(control: socket.socket) -> tuple[socket.socket, socket.socket]:
         each.settimeout(LONGEST_S)
     with theirs, their_end:
         try:
-            socket.send_fds(control, [CHAT], [their_end.fileno(), theirs.fileno()])
+            socket.send_fds(control, [How.CHAT], [their_end.fileno(), theirs.fileno()])
         except OSError:
             channel.close()
             end.close()

@@ -187,7 +187,7 @@ async def test_no_chat_waits_for_others_that_render_slowly(tmp_path, monkeypatch
     gate, late, read = threading.Event(), [], READER._read
 
     def slow(job, body, how, kept):
-        if how == reading.FORKED:
+        if how == reading.How.FORKED:
             late.append(job)
             assert gate.wait(120)
         return read(job, body, how, kept)
@@ -272,8 +272,8 @@ async def test_no_chat_waits_for_grammars_of_others_and_no_grammar_for_late_ones
 
     def slow(job, body, how, kept):
         if SLOW_REGEX.encode() not in body:  # in time, also on a busy machine
-            return read(job, body, reading.FORKED if how == reading.YIELDING else how, kept)
-        if how == reading.YIELDING:
+            return read(job, body, reading.How.FORKED if how == reading.How.YIELDING else how, kept)
+        if how == reading.How.YIELDING:
             raise reading.Late
         late.append(job)
         assert gate.wait(120)

@@ -55,7 +55,7 @@ SPIN = """
 import socket
 import engine.reader.__main__ as reader
 from engine.reader.jobs import JOBS
-from engine.text.answers import LONG_TEXT, TEXT
+from engine.text.answers import How
 
 def spin(*_):
     while True:
@@ -72,7 +72,7 @@ CHAT = """
 import os, socket, sys, time
 import engine.reader.__main__ as reader
 from engine.reader.jobs import JOBS
-from engine.text.answers import FORKED, receive_answer
+from engine.text.answers import How, receive_answer
 
 def spin(cpu_s, _messages):
     while time.process_time() - begun_s < cpu_s:
@@ -85,7 +85,7 @@ reader.CHAT_CPU_S_PER_BYTE = float(sys.argv[3])
 job, other = socket.socketpair()
 other.sendall(reader.marshal.dumps(("render", (float(sys.argv[1]), "a" * int(sys.argv[2])))))
 other.shutdown(socket.SHUT_WR)
-reader._limited(job, FORKED)
+reader._limited(job, How.FORKED)
 print(receive_answer(other)[1].decode())
 """
 
@@ -106,7 +106,7 @@ def test_a_slow_chat_may_compute_by_its_length_but_not_without_end(
 
 @pytest.mark.parametrize("kind", ["TEXT", "LONG_TEXT"])
 def test_a_text_that_computes_without_end_ends_its_process_at_the_limit(kind):
-    command = [sys.executable, "-c", f"{SPIN}reader._limited(job, {kind})"]
+    command = [sys.executable, "-c", f"{SPIN}reader._limited(job, How.{kind})"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == -signal.SIGPROF, ended.stderr
 

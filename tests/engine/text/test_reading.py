@@ -17,7 +17,7 @@ import pytest
 
 from engine.errors import CheckpointError, Overran, RequestError, Unavailable, Unreadable
 from engine.text import reading
-from engine.text.answers import TEXT, Answer, send_answer
+from engine.text.answers import Answer, How, send_answer
 from engine.text.chat_template import TOO_COSTLY, ChatTemplate
 from engine.text.reading import READER, Asker, Late, Left, Reader
 from tests.family_templates import FAMILIES
@@ -444,7 +444,7 @@ def test_an_answer_counts_that_is_given_before_the_whole_text_has_come():
 
     with ours, theirs:
         answered = in_thread(answer)
-        assert reading.ask(ours, TEXT, b"x" * (8 << 20)) == (Answer.ENDED, b"-9")
+        assert reading.ask(ours, How.TEXT, b"x" * (8 << 20)) == (Answer.ENDED, b"-9")
         answered()
 
 
@@ -452,7 +452,7 @@ def test_of_jobs_that_find_no_idle_core_one_at_a_time_gets_a_share_of_busy_ones(
     reader, at_once, most = Reader(), [], []
 
     def read(job, body, how, kept):
-        assert how == reading.FORKED
+        assert how == reading.How.FORKED
         at_once.append(job)
         most.append(len(at_once))
         time.sleep(0.01)
