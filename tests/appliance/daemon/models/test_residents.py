@@ -1,5 +1,6 @@
 """Loaded models that are not served: how many, in how much memory, for how long."""
 
+import asyncio
 import math
 import time
 from dataclasses import replace
@@ -111,6 +112,36 @@ async def test_all_but_the_first_go_when_their_time_is_over(machine):
     await machine.residents.expire()
     assert machine.ended == ["b", "c", "first"]
     assert {code for _, code, _ in machine.told} == {"model.unloaded"}
+
+
+async def test_a_model_that_is_loaded_again_stays_by_the_settings_alone(machine):
+    machine.residents.park(machine.model("b"))
+    machine.residents.keep_loaded("b", math.inf)
+    usual_s = machine.config.keep_alive_s
+    assert machine.residents.keep_s("b") == math.inf
+    assert await machine.residents.unload("b", "it is asked")
+    assert machine.residents.keep_s("b") == usual_s
+
+
+async def test_a_model_whose_end_is_interrupted_is_ended_with_the_daemon(machine):
+    async def stop(model):
+        machine.residents._end = machine.end
+        raise asyncio.CancelledError
+
+    machine.residents.park(machine.model("b"))
+    machine.residents._end = stop
+    with pytest.raises(asyncio.CancelledError):
+        await machine.residents.unload("b", "it is asked")
+    assert machine.ended == []
+    await machine.residents.close()
+    assert machine.ended == ["b"]
+
+
+def test_a_model_that_was_loaded_by_another_plan_is_not_that_plans(machine):
+    before, now = machine.model("b"), machine.model("b")
+    machine.residents.park(now)
+    assert machine.residents.of_plan(now.plan) is now
+    assert machine.residents.of_plan(before.plan) is None
 
 
 async def test_the_served_model_goes_only_if_a_request_limited_its_time(machine):

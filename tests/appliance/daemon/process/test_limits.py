@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import subprocess
@@ -13,6 +14,7 @@ from appliance.daemon.process.limits import (
     MAX_TURN_S,
     NUM_APART,
     OWN_PAGES_BYTES,
+    SpareDescriptors,
     max_connections,
     share_interpreter,
 )
@@ -67,6 +69,31 @@ def test_connections_fit_in_what_is_left():
     assert max_connections(1024, 1024) == 1024 - NUM_APART
     assert max_connections(1024, 8) == 1
     assert max_connections(2) == min(2, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - NUM_APART)
+
+
+def test_spare_descriptors_are_there_again_after_they_were_given_up():
+    spare, num_fds = SpareDescriptors(3), len(os.listdir("/proc/self/fd"))
+    with spare.given_up():
+        assert len(os.listdir("/proc/self/fd")) == num_fds - 3
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+    spare.close()
+    assert len(os.listdir("/proc/self/fd")) == num_fds - 3
+
+
+def test_a_signal_while_threads_start_leaves_none_that_would_keep_the_process():
+    script = (
+        "import os, signal, threading\n"
+        "from appliance.daemon.process.limits import standing_threads\n"
+        "wait = threading.Barrier.wait\n"
+        "def interrupted(self, timeout=None):\n"
+        "    if threading.current_thread() is threading.main_thread():\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return wait(self, timeout)\n"
+        "threading.Barrier.wait = interrupted\n"
+        "standing_threads(2, 'x')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert b"KeyboardInterrupt" in ended.stderr
 
 
 def test_threads_give_way_to_the_loop_within_half_a_millisecond():
