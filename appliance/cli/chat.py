@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.connection import ChosenModel, Connection, model_entries
+from appliance.cli.connection import ChosenModel, Connection, load, model_entries
 from appliance.cli.conversation import SETTINGS, UNSET, Conversation, Refused
 from appliance.cli.reply import (
     PrintedReply,
@@ -109,6 +109,8 @@ class Session:
             "stats": Command("", "show the timings of the last reply", self._stats),
             "retry": Command("", "have the last question answered again", self._retry),
             "exit": Command("", "leave, as Ctrl-D does; quit and bye, too", self._exit),
+            "?": Command("", "", self._help),
+            "clear": Command("", "", self._reset),
             "quit": Command("", "", self._exit),
             "bye": Command("", "", self._exit),
         }
@@ -210,7 +212,10 @@ class Session:
             return "\n".join(f"{'*' if name == used else ' '} {printable(name)}" for name in names)
         if argument not in names:
             raise Refused(f"no model {argument!r}", hint="/model shows their names")
-        self._model = ChosenModel(argument, listed[names.index(argument)])
+        about = listed[names.index(argument)]
+        if about.get("is_loaded") is False:
+            about = load(self._client, argument, names[0])
+        self._model = ChosenModel(argument, about)
         return f"talking with {printable(argument)}"
 
     def _save(self, argument: str) -> str:

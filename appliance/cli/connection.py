@@ -147,17 +147,14 @@ class Connection:
     def _chosen(self, asked: str | None) -> ChosenModel:
         """Choose the model, loading it if the daemon knows it and serves another now."""
         if asked is None:
-            return ChosenModel(None, self._models[0])
+            served = self._models[0]
+            has_others = any("kind" not in model for model in self._models[1:])
+            # a request without a name is for the first model, for which the served one would leave
+            return ChosenModel(served["id"] if has_others else None, served)
         about = self._found(asked)
-        name = str(about["id"])
         if about.get("is_loaded") is False:
-            served = printable(self._models[0]["id"])
-            terminal.note(f"penstock: loading {printable(name)} in place of {served} ...")
-            with self.client.stream("/api/generate", {"model": name, "stream": True}) as events:
-                for _ in events:
-                    pass
-            about = self._asked_for(name)
-        return ChosenModel(name, about)
+            about = load(self.client, str(about["id"]), self._models[0]["id"])
+        return ChosenModel(str(about["id"]), about)
 
     def _found(self, asked: str) -> dict[str, Any]:
         """Find the daemon's entry of a model by any kind of name.
@@ -175,7 +172,7 @@ class Connection:
             ):
                 return model
         try:
-            return self._asked_for(asked)  # it knows its aliases
+            return _entry(self.client, asked)  # it knows its aliases
         except ReplyError as error:
             if error.status != 404:
                 raise
@@ -186,10 +183,6 @@ class Connection:
                 where=asked,
                 hint=f"{_how_to_serve(asked, meant)}; or name both as [models.NAME] in {file}",
             ) from error
-
-    def _asked_for(self, name: str) -> dict[str, Any]:
-        """Ask the daemon for its entry of a model."""
-        return model_entries(self.client, [self.client.awaited(f"/v1/models/{quote(name)}")])[0]
 
     @contextmanager
     def _started(self, absent: DaemonAbsent, asked: str | None) -> Iterator[None]:
@@ -224,6 +217,19 @@ class Connection:
             finally:
                 line.end()
             yield
+
+
+def load(client: Client, name: str, served: str) -> dict[str, Any]:
+    """Load a model in place of the served one, and return its entry of /v1/models."""
+    terminal.note(f"penstock: loading {printable(name)} in place of {printable(served)} ...")
+    with client.stream("/api/generate", {"model": name, "stream": True}) as events:
+        for _ in events:
+            pass
+    return _entry(client, name)
+
+
+def _entry(client: Client, name: str) -> dict[str, Any]:
+    return model_entries(client, [client.awaited(f"/v1/models/{quote(name)}")])[0]
 
 
 def model_entries(client: Client, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

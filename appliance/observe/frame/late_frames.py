@@ -52,7 +52,7 @@ class RefusalFrame(msgspec.Struct):
     client: str
     """The program or address, as of the newest request; empty: unknown."""
     status: int
-    """HTTP status: 429 and 503 for want of room, other 4xx for the caller's own errors."""
+    """HTTP status: 429 and 503 for want of room, other 4xx and 501 for the caller's errors."""
     code: str
     message: str
     """What the newest refusal said."""

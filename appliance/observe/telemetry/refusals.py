@@ -138,4 +138,4 @@ class Refusals:
 
 def is_client_error(status: int) -> bool:
     """Say whether a refusal is for the caller's own error, not for want of room."""
-    return 400 <= status < 500 and status != 429
+    return (400 <= status < 500 and status != 429) or status == 501

@@ -123,7 +123,7 @@ def test_a_reply_that_is_cut_off_is_noted(daemon: FakeDaemon, environ: dict[str,
 @pytest.mark.parametrize(
     ("words", "asked"),
     [
-        (("Hello",), (None, "Hello")),
+        (("Hello",), ("m", "Hello")),  # the served one, which need not be the daemon's first
         (("m", "Hello"), ("m", "Hello")),
         (("-m", "m", "m"), ("m", "m")),
         (("mine", "Hello"), ("o/other", "Hello")),
@@ -480,9 +480,24 @@ def test_a_chat_goes_on_with_another_model(daemon: FakeDaemon, environ: dict[str
         person.type("/model other", shows="other")
         person.type("hi", shows="Hello")
         person.type("/exit")
+    assert "loading" not in person.shown
     (asked,) = daemon.script.asked_for(ASK)
     assert asked is not None
     assert asked["model"] == "other"
+
+
+def test_a_model_that_is_not_loaded_is_loaded_when_a_chat_turns_to_it(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    sampling = {"temperature": {"value": 0.2, "source": "model"}}
+    models = {"object": "list", "data": [{"id": "m"}, {"id": "other", "is_loaded": False}]}
+    daemon.script.replies["GET /v1/models"] = (200, models)
+    daemon.script.replies["GET /v1/models/other"] = (200, {"id": "other", "sampling": sampling})
+    with Typist(environ, "chat") as person:
+        person.type("/model other", shows="loading other in place of m ...")
+        person.type("/set temperature", shows="temperature 0.2 (model)")
+        person.type("/exit")
+    assert daemon.script.asked_for("POST /api/generate") == [{"model": "other", "stream": True}]
 
 
 @pytest.mark.parametrize("limit", [[], ["--max-tokens", "9000"]])
@@ -560,6 +575,13 @@ def test_what_was_typed_is_where_the_configuration_has_its_state(
         person.type("/help", shows="/retry")
         person.press(b"\x04")
     assert "/help" in (tmp_path / "elsewhere" / "chat_history").read_text()
+
+
+def test_the_words_of_other_chats_are_known(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    with Typist(environ, "chat") as person:
+        person.type("/?", shows="/retry")
+        person.type("/clear", shows="forgotten")
+        person.type("/exit")
 
 
 @pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])

@@ -204,6 +204,7 @@ WRONG = {
         idle(refusals=[refusal(429, "queue_full", last_minute=1)]),
         {"requests.refused": "warning"},
     ),
+    "what is not served": (idle(refusals=[refusal(501, "not_served", last_minute=9)]), {}),
     "an old refusal": (idle(refusals=[refusal(429, "queue_full", number=9)]), {}),
     "what the state explains": (
         idle(refusals=[refusal(503, "draining", last_minute=9, per_s=9.0)]),
