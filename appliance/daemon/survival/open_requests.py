@@ -92,6 +92,11 @@ class OpenRequests:
                     os.ftruncate(self._fd, 0)
                     self._num_bytes = 0
 
+    def write_anew(self) -> None:
+        """Write the file again: it may be gone, as the log beside it was."""
+        with self._lock:
+            self._rewrite()
+
     def close(self) -> None:
         """Remove the file, unless some of its requests could not be logged."""
         with self._lock:

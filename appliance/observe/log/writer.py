@@ -482,6 +482,7 @@ class RequestLog:
         if self._file_id is not None:
             about = "the log file was deleted or replaced under the daemon"
             self._say("warning", "log.replaced", about)
+            self._open.write_anew()
         self._file_id = file_id(self.path)
 
     def _leave_damaged(self, error: Exception, num_found: int, most: int) -> int:

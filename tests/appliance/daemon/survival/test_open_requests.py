@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -123,6 +124,16 @@ def test_a_request_that_is_continued_stays_open_until_it_has_its_row(path: Path)
     assert [one.rid for one in OpenRequests(path).answered] == ["continued"]
     mine.drop_recorded(["continued"])
     assert mine.path.stat().st_size == 0
+
+
+def test_open_requests_are_written_again_with_a_log_whose_folder_was_emptied(path: Path) -> None:
+    log = start(path)
+    log.opened(row("cmpl-1", finish_reason=None))
+    shutil.rmtree(path.parent)
+    log.record(row("cmpl-2"))
+    assert log.flush(60)
+    assert [one.rid for one in OpenRequests(path).cut] == ["cmpl-1"]
+    assert log.close()
 
 
 def test_a_pipe_in_the_files_place_is_not_waited_for(path: Path) -> None:
