@@ -390,7 +390,17 @@ def test_prompt_tokens_that_wait_are_never_cut_inside_a_number(queued):
 
 def test_where_nothing_was_measured_a_sentence_says_so():
     shown = text(latencies.latency(View().after(frames.idle()), 36, 6))
-    assert shown.strip().startswith("no tokens ")
+    assert shown.strip().startswith("no tokens for 60 s")
+    young = frames.idle()
+    young.uptime_s = 6.0
+    assert "60" not in text(latencies.latency(View().after(young), 36, 6))
+
+
+def test_a_memory_reading_does_not_run_into_its_bar():
+    frame = frames.busy()
+    frame.host.memory_used_bytes = int(10.2 * 2**30)
+    frame.host.memory_total_bytes = int(23.5 * 2**30)
+    assert "10.2/23.5 GiB " in text(gauges.machine(View().after(frame), 60, 8))
 
 
 @pytest.mark.parametrize(

@@ -206,10 +206,11 @@ def _meter(
     name: str, reading: str, ratio: float | None, extra: str, width: int, tone: Tone = Tone.STRONG
 ) -> Line:
     """Draw a name, a reading, a bar if a maximum is known, and an extra text."""
-    room = width - _DEVICE_WIDTH - _READING_WIDTH - (len(extra) + 1 if extra else 0)
+    read_width = max(_READING_WIDTH, len(reading) + 1)
+    room = width - _DEVICE_WIDTH - read_width - (len(extra) + 1 if extra else 0)
     return [
         Run(pad(name, _DEVICE_WIDTH - 1) + " ", Tone.MUTED),
-        Run(pad(reading, _READING_WIDTH), tone),
+        Run(pad(reading, read_width), tone),
         Run(gauge(ratio, room) if ratio is not None else "", Tone.ACCENT),
         Run(f" {extra}" if extra else ""),
     ]

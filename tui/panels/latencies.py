@@ -45,7 +45,8 @@ def latency(view: View, width: int, height: int) -> list[Line]:
         return []
     now, is_wide = frame.latency, width >= _TREND_FROM
     if now.ttft_ms_p50 is None and now.itl_ms_p50 is None and now.e2e_ms_p50 is None:
-        quiet = f"no tokens for {now.window_s:.0f} s"
+        is_young = frame.uptime_s < now.window_s
+        quiet = "no tokens since the start" if is_young else f"no tokens for {now.window_s:.0f} s"
         return wrap(quiet, width, 0, Tone.MUTED)[:height]
     has_targets = width >= _NARROW and (frame.slo_ttft_ms, frame.slo_itl_ms) != (None, None)
     name_width, cell = _widths(width)

@@ -61,7 +61,7 @@ def slow_because(
     least_ms = max(MIN_EXCESS_MS, MIN_EXCESS_SHARE * (frame.e2e_ms or frame.age_ms))
     causes = [*_waits(frame, usual, swap_wait_ms), *_computing(frame, usual)]
     worst = max(causes, key=lambda cause: cause.excess_ms, default=None)
-    starved = f"other programs held the cores for {duration(starved_ms)}"
+    starved = f"cores taken {duration(starved_ms)} by other programs"
     is_starved = starved_ms >= max(least_ms, MIN_STARVED_MS)
     if worst is None or worst.excess_ms < least_ms:
         return starved if is_starved else None

@@ -64,6 +64,7 @@ def test_other_programs_are_named_and_a_worker_without_a_core_is_not_what_limits
     told = slow_because(finished(prefill_ms=3000.0), USUAL, 0.0, 2500.0)
     assert told is not None
     assert "2.5s" in told
+    assert "2.5s" in slow_because(finished(), USUAL, 0.0, 2500.0)[:24], "as much as a note shows"
 
 
 def test_a_disk_that_workers_wait_for_is_what_limits():
