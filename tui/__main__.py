@@ -30,7 +30,11 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="penstock top", description="Live console of Penstock.")
+    parser = argparse.ArgumentParser(
+        prog="penstock top",
+        usage="%(prog)s [OPTIONS]",  # the command finds the socket
+        description="Live console of Penstock.",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--socket", metavar="PATH", help="the daemon's Unix socket")
     source.add_argument("--replay", metavar="FILE", type=Path, help="a recording")

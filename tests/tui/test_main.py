@@ -219,6 +219,7 @@ async def test_json_without_once_is_refused(daemon):
     code, out, err = await run_piped(daemon, "--json")
     assert (code, out) == (2, "")
     assert "--once" in err
+    assert "--socket PATH |" not in err, "that a socket must be named is not so for penstock top"
 
 
 async def test_plain_gives_lines_on_a_terminal_too(daemon):
