@@ -81,7 +81,7 @@ class Daemon:
                 preexec_fn=preexec_fn,
             )
         self.http = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(self.socket)),
+            transport=httpx.HTTPTransport(uds=str(self.socket), verify=False),
             base_url="http://localhost",
             timeout=120,
         )

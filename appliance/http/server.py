@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import logging
 import math
 import socket
 import time
@@ -32,6 +34,7 @@ from appliance.http.listeners import Acceptor, ListenerCloser
 from appliance.http.rejected_connections import RejectedConnections, too_many_connections
 from engine.errors import RequestError
 
+_LOG = logging.getLogger(__name__)
 NUM_RESERVED = 16
 """Connections reserved for operators, so that they can always end others."""
 SHARE_OF_ONE = 0.75
@@ -51,6 +54,9 @@ STRAGGLER_S = 2.0
 SILENT_S = 0.25
 """Seconds for the first byte of a new connection once a restart accepts no more."""
 STRAGGLER_CHECK_S = 0.02
+REFUSAL_S = 0.1
+"""Seconds for a refusal at a stop to be sent."""
+TICK_S = 0.1
 HANDSHAKE_S = 5.0
 """Maximum seconds of a TLS handshake."""
 
@@ -228,26 +234,36 @@ class ApiServer:
         if self._task is not None:
             self._app.state.stopping.set()
             self.open()  # requests that wait for the model are answered by the application
-            self._config.timeout_graceful_shutdown = cast(int, grace_s)
-            self._server.should_exit = True
             self._turned_away.close()
-            # Uvicorn's own end of them, just after, is an error with a stack for each in the log.
-            cutting = asyncio.get_running_loop().call_later(grace_s, self._cut_unfinished)
+            self._server.must_stop.set()
             await self._task
-            cutting.cancel()
-            await self._cut()
+            await self._end_connections(grace_s)
+
+    async def _end_connections(self, grace_s: float) -> None:
+        """Let replies end within the grace period, then cut off the rest."""
+        state, until_s = self._server.server_state, time.monotonic() + grace_s
+        for connection in list(self._connections):
+            connection.shutdown()
+        while state.connections or state.tasks:
+            if time.monotonic() >= until_s:
+                await self._cut()
+                return
+            await asyncio.sleep(STRAGGLER_CHECK_S)
 
     async def _cut(self) -> None:
-        """Await the tasks that uvicorn has cancelled after the grace period, and their children."""
+        """Refuse what has not come whole, and cancel all other requests with their children."""
         state = self._server.server_state
-        for connection in list(state.connections):
+        for connection in list(self._connections):
+            connection.cut_unfinished()
+        await asyncio.sleep(REFUSAL_S)
+        if state.tasks:
+            _LOG.warning("stopping: %d unfinished requests are cut off", len(state.tasks))
+        for task in state.tasks:
+            task.cancel()
+        for connection in list(self._connections):
             connection.transport.abort()
         if state.tasks:
             await asyncio.wait(state.tasks)
-
-    def _cut_unfinished(self) -> None:
-        for connection in self._connections:
-            connection.cut_unfinished()
 
     @property
     def _connections(self) -> set[ClientProtocol]:
@@ -365,11 +381,12 @@ class ApiServer:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that installs no signal handlers."""
+    """A uvicorn server without signal handlers, whose connections ApiServer ends."""
 
     def __init__(self, config: uvicorn.Config, on_tick: Callable[[], None]) -> None:
         super().__init__(config)
         self.has_started = asyncio.Event()
+        self.must_stop = asyncio.Event()
         self._on_tick = on_tick
 
     @contextlib.contextmanager
@@ -380,9 +397,18 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         self.has_started.set()
 
-    async def on_tick(self, counter: int) -> bool:
-        self._on_tick()
-        return await super().on_tick(counter)
+    async def main_loop(self) -> None:
+        """Tick until `must_stop` is set: uvicorn's own loop would see that up to a tick later."""
+        for counter in itertools.count():
+            self._on_tick()
+            await self.on_tick(counter)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self.must_stop.wait()
+                    return
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Leave the connections open."""
 
 
 def _uid(who: Credentials | None) -> int | None:

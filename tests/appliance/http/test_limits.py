@@ -69,9 +69,9 @@ class Running:
         bound = [bind_socket(self.path), *tcp]
         self.server = ApiServer(build_app(self.appliance), bound, self.policy, self.limits)
         await self.server.start()
-        transport = httpx.AsyncHTTPTransport(uds=str(self.path))
+        transport = httpx.AsyncHTTPTransport(uds=str(self.path), verify=False)
         self.http = httpx.AsyncClient(base_url="http://localhost", transport=transport)
-        self.tcp = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}")
+        self.tcp = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", verify=False)
         await self._open.enter_async_context(self.http)
         await self._open.enter_async_context(self.tcp)
         return self

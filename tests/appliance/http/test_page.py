@@ -41,7 +41,7 @@ async def served(tmp_path):
     appliance = Watched(Tokenizer(byte_level(), chat_template=CHATML), max_model_len=8192, burst=40)
     async with (
         started(appliance, listeners, policy) as server,
-        httpx.AsyncClient(base_url=url_of(listeners[0])) as client,
+        httpx.AsyncClient(base_url=url_of(listeners[0]), verify=False) as client,
     ):
         yield server, client, key
 

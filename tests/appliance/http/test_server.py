@@ -151,7 +151,7 @@ async def test_stopping_lets_replies_end_and_takes_nothing_new(appliance, tmp_pa
     await served.close()
 
 
-async def test_what_outlives_the_grace_is_cut_and_closed_once(appliance, tmp_path):
+async def test_what_outlives_the_grace_is_cut_and_closed_once(appliance, tmp_path, caplog):
     path = tmp_path / "api.sock"
     appliance.gate.clear()
     server = ApiServer(build_app(appliance), [bind_socket(path)])
@@ -162,6 +162,7 @@ async def test_what_outlives_the_grace_is_cut_and_closed_once(appliance, tmp_pat
     await server.stop(grace_s=0.05)
     assert [status for _id, status in appliance.closed] == [503]
     assert appliance.submitted[0].cancelled_by == "drain"
+    assert caplog.records[0].levelname == "WARNING"
     writer.close()
     await served.close()
 

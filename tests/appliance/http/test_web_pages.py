@@ -33,7 +33,7 @@ async def served(tmp_path):
     appliance = FakeAppliance(Tokenizer(byte_level()))
     async with (
         started(appliance, listeners, policy) as server,
-        httpx.AsyncClient(base_url=url_of(listeners[0])) as client,
+        httpx.AsyncClient(base_url=url_of(listeners[0]), verify=False) as client,
     ):
         yield server, client, {"authorization": f"Bearer {key}"}
 
