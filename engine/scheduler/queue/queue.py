@@ -119,8 +119,10 @@ class FairQueue:
         try:
             for room, amount in ((self._sequences, num_sequences), (self._tokens, num_tokens)):
                 room.check(owner, amount, is_single=num_sequences == 1)
-                if self.max_wait_ms:
-                    room.check_wait(owner, amount, self.max_wait_ms, share)
+            if self.max_wait_ms:
+                limit_ms, behind = self.max_wait_ms, self._behind(owner, num_tokens, now_ns)
+                self._sequences.check_wait(owner, num_sequences, limit_ms, share, len(behind))
+                self._tokens.check_wait(owner, num_tokens, limit_ms, share, sum(behind))
             if self.max_first_ms and (self or self._pending):
                 # shorter prompts pass longer ones at a worker, but for the step under way
                 longest = max(num_tokens, self.step_tokens)
@@ -132,6 +134,15 @@ class FairQueue:
                 turn_ms = self._tokens.first_ms(num_tokens / share)
             full.retry_after_ms = self._promise(owner, full.retry_after_ms, turn_ms, now_ns)
             raise
+
+    def _behind(self, owner: str, num_tokens: int, now_ns: int) -> list[int]:
+        """List the lengths of an owner's waiting prompts that a new one of this size passes."""
+        key = prefill_key(num_tokens, 0)
+        return [
+            each.num_prompt_tokens
+            for each in self._waiting.get(owner, {}).values()
+            if prefill_key(each.num_uncached_tokens, now_ns - each.stamps.arrived_ns) > key
+        ]
 
     def _enter(self, sequences: list[Sequence], num_tokens: int) -> None:
         owner = sequences[0].owner

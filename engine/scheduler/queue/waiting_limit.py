@@ -103,21 +103,30 @@ class WaitingLimit:
                 retry_after_ms=self.pace.retry_ms((wanted - share) * max(self.num_owners, 1)),
             )
 
-    def ahead_of(self, owner: str, wanted: int, share: float) -> float:
+    def ahead_of(self, owner: str, wanted: int, share: float, behind: int = 0) -> float:
         """Compute what leaves before an owner's last addition, if nothing else comes.
 
         Owners take turns, so others' queues count only as far as its own is long, by its share.
-        """
-        own = self.held(owner) + wanted
-        return min(own / share, self.total + wanted) - wanted
 
-    def check_wait(self, owner: str, wanted: int, max_wait_ms: float, share: float) -> None:
+        Args:
+            behind: how much of the owner's own comes later: longer prompts.
+        """
+        own = self.held(owner) - behind + wanted
+        return min(own / share, self.total - behind + wanted) - wanted
+
+    def check_wait(
+        self, owner: str, wanted: int, max_wait_ms: float, share: float, behind: int = 0
+    ) -> None:
         """Refuse a request that would wait too long at the queue's pace.
+
+        Args:
+            behind: as in ahead_of().
 
         Raises:
             QueueFull: with the time after which it would wait no longer than that.
         """
-        leaving = self.ahead_of(owner, wanted, share) + wanted  # it has its turn when it leaves
+        # it has its turn when it leaves
+        leaving = self.ahead_of(owner, wanted, share, behind) + wanted
         wait_ms = self.pace.wait_ms(leaving)
         if wait_ms is None:
             wait_ms = leaving * self.assumed_ms

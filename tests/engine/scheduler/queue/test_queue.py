@@ -322,6 +322,19 @@ def test_a_queue_from_which_nothing_leaves_refuses_before_the_longest_wait_has_p
         queue.push([make()], 10 * 10**9)
 
 
+def test_a_prompt_is_not_refused_for_longer_ones_that_it_passes(make):
+    queue, now_ns = roomy(), SECOND_NS
+    queue.max_wait_ms = 60_000.0
+    queue.push([make("a", 3000, at_ns=now_ns)], now_ns)
+    for _ in range(3):
+        queue.push([make("a", 15, at_ns=now_ns)], now_ns)
+        now_ns += SECOND_NS
+        assert take_next(queue, now_ns).num_prompt_tokens == 15
+    queue.push([make("a", 15, at_ns=now_ns)], now_ns)  # 15 tokens a second, 3,000 behind it
+    with pytest.raises(QueueFull):
+        queue.push([make("a", 3000, at_ns=now_ns)], now_ns)
+
+
 def test_of_a_flood_each_is_told_a_time_of_its_own(make):
     queue = FairQueue(8, 10**6)
     now_ns = SECOND_NS
