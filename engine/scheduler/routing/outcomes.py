@@ -166,7 +166,7 @@ class Outcomes:
         if yields:
             about = f"; yielded after {prompt.num_computed} tokens{itl}"
         if is_miss:
-            about += ", far longer"
+            about += ", its steps far slower than predicted"
         return Outcome(seq_id, about, yields)
 
     def _judge(self, prompt: _OpenPrompt, gave_way: bool) -> bool:

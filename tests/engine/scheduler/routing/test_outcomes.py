@@ -77,7 +77,7 @@ def test_a_prompt_that_went_as_predicted_is_judged_and_its_way_stays_open(judged
 def test_one_twice_as_bad_is_counted_and_closes_its_way_until_measured_anew(judged):
     judged.num_measured = 20
     outcome = judged.prompt(ALONE, 21)
-    assert "far longer" in outcome.about
+    assert "far slower" in outcome.about
     assert judged.outcomes.records[ALONE].num_missed == 1
     assert judged.outcomes.closed() == {ALONE}
     judged.num_measured += ANEW_STEPS - 1
@@ -91,7 +91,7 @@ def test_the_static_way_is_counted_and_never_closed(judged):
     judged.begin(MOVED)
     for computed in (100, 200, 300, 400):
         came = judged.step("prefill", 30, computed, is_last=computed == 400)
-    assert "far longer" in came[0].about
+    assert "far slower" in came[0].about
     assert not judged.outcomes.closed()
 
 
