@@ -84,6 +84,7 @@ def test_a_signal_while_threads_start_leaves_none_that_would_keep_the_process():
     script = (
         "import os, signal, threading\n"
         "from appliance.daemon.process.limits import standing_threads\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & ignores it
         "wait = threading.Barrier.wait\n"
         "def interrupted(self, timeout=None):\n"
         "    if threading.current_thread() is threading.main_thread():\n"

@@ -289,7 +289,7 @@ def test_a_forecast_that_is_far_off_closes_its_way_until_steps_of_its_size_are_m
         slow = Stepped(end_ns - 2_000_000_000, end_ns, 50, 0, [done])
         outcomes = learned.roles.stepped("decode", slow)
     (outcome,) = outcomes
-    assert outcome.about.endswith("far slower than predicted")
+    assert "far slower" in outcome.about
     learned.roles.learn()
     assert learned.route(sequence()).reason == "alone", "that way is closed"
     for _ in range(3):
