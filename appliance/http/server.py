@@ -160,14 +160,18 @@ class ApiServer:
     async def has_taken_up(self) -> None:
         """Wait until a dead daemon's requests are admitted or refused, at most STRAGGLER_S."""
         await self._wait_until(
-            lambda: not self._arriving and not any(one.is_taken_up for one in self._connections)
+            lambda: not self._arriving and not any(one.is_taken_up for one in self._connections),
+            STRAGGLER_S,
         )
 
-    async def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        for _ in range(round(STRAGGLER_S / STRAGGLER_CHECK_S)):
-            if is_so():
-                return
+    async def _wait_until(self, is_so: Callable[[], bool], most_s: float) -> bool:
+        """Wait until something is so; False: it was not within `most_s`."""
+        until_s = time.monotonic() + most_s
+        while not is_so():
+            if time.monotonic() >= until_s:
+                return False
             await asyncio.sleep(STRAGGLER_CHECK_S)
+        return True
 
     async def hand_over(
         self, listeners: Sequence[socket.socket], silent_s: float = STRAGGLER_S
@@ -221,7 +225,7 @@ class ApiServer:
 
     async def has_kept_alone(self) -> None:
         """Wait until the next daemon can continue all open connections, at most STRAGGLER_S."""
-        await self._wait_until(lambda: all(one.is_kept for one in self._connections))
+        await self._wait_until(lambda: all(one.is_kept for one in self._connections), STRAGGLER_S)
 
     async def stop(self, grace_s: float) -> None:
         """Stop accepting, end the frame streams, let replies end, then cut off the rest."""
@@ -241,14 +245,11 @@ class ApiServer:
 
     async def _end_connections(self, grace_s: float) -> None:
         """Let replies end within the grace period, then cut off the rest."""
-        state, until_s = self._server.server_state, time.monotonic() + grace_s
+        state = self._server.server_state
         for connection in list(self._connections):
             connection.shutdown()
-        while state.connections or state.tasks:
-            if time.monotonic() >= until_s:
-                await self._cut()
-                return
-            await asyncio.sleep(STRAGGLER_CHECK_S)
+        if not await self._wait_until(lambda: not (state.connections or state.tasks), grace_s):
+            await self._cut()
 
     async def _cut(self) -> None:
         """Refuse what has not come whole, and cancel all other requests with their children."""

@@ -493,7 +493,7 @@ class RequestLog:
             most: the tries after which it is set aside.
 
         Returns:
-            the tries that have now.
+            the tries in a row so far, with this one; 0 once the file was set aside or is sound.
         """
         if isinstance(error, SQLITE_ERRORS):
             error = write_error("cannot write", error, self.path)

@@ -121,6 +121,14 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+async def enter(tab, client, key):
+    """Open the page, and give it a key."""
+    await tab.open(f"{client.base_url}")
+    await tab.until("!at('key-form').hidden")
+    await tab.run(f"(at('key').value = {json.dumps(key)}, at('key-form').requestSubmit())")
+    await tab.until("at('key-form').hidden && model === 'fake/tiny-model'")
+
+
 async def ask(tab, text):
     await tab.run(f"(at('text').value = {json.dumps(text)}, ask())")
     await tab.until("sending === null")
@@ -130,10 +138,7 @@ async def test_a_chat_in_the_browser(served, tmp_path):
     """A key, a reply, its end by Escape, another one, a reload, and answers made to do harm."""
     server, client, key = served
     async with browser(tmp_path / "browser") as tab:
-        await tab.open(f"{client.base_url}")
-        await tab.until("!at('key-form').hidden")
-        await tab.run(f"(at('key').value = {json.dumps(key)}, at('key-form').requestSubmit())")
-        await tab.until("at('key-form').hidden && model === 'fake/tiny-model'")
+        await enter(tab, client, key)
 
         assert await tab.run("at('greeting').innerText.includes('fake/tiny-model answers here')")
         await tab.run("at('max_tokens').value = 20")
@@ -201,3 +206,26 @@ async def test_figures_of_another_version_are_told_and_the_page_goes_on(served, 
             del appliance.frame_json
             await tab.until("at('state').className === 'good'")
         assert tab.problems == []
+
+
+async def test_a_missing_key_is_asked_for_where_it_is_typed(served, tmp_path):
+    _, client, _ = served
+    async with browser(tmp_path / "browser") as tab:
+        await tab.open(f"{client.base_url}")
+        await tab.until("!at('key-form').hidden")
+        assert await tab.run("document.activeElement.id") == "key"
+        await ask(tab, "too early")
+        assert "Bearer" not in await tab.run("turns.at(-1).note")
+
+
+async def test_what_neither_reader_nor_model_sets_is_sampled_as_in_a_chat(served, tmp_path):
+    _, client, key = served
+    async with browser(tmp_path / "browser") as tab:
+        await enter(tab, client, key)
+        unset = "JSON.parse(body({temperature: {source: 'default'}, top_p: {source: 'model'}}))"
+        assert await tab.run(f"[{unset}.temperature, {unset}.top_p]") == [0.6, None]
+        await tab.run("at('temperature').value = 0")
+        assert await tab.run(f"{unset}.temperature") == 0
+        await tab.run("at('max_tokens').value = 5")
+        await ask(tab, "hello")
+        assert await tab.run("turns.at(-1).failed") is None
